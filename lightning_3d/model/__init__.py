@@ -1,0 +1,1 @@
+"""Llama in plain PyTorch, with not a word of parallelism in it."""
