@@ -1,0 +1,44 @@
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+from lightning_3d.callbacks import Summary
+
+
+def shown(text: str) -> list[dict[str, str]]:
+    """The blocks of aligned lines."""
+    blocks = [block.strip("\n") for block in text.split("\n\n")]
+    return [dict(line.split(None, 1) for line in block.splitlines()) for block in blocks if block.startswith("  ")]
+
+
+def test_says_what_runs_and_what_came_of_it(fit, capsys, tmp_path) -> None:
+    saver = ModelCheckpoint(tmp_path / "checkpoints", filename="{step}")
+    logger = CSVLogger(tmp_path, name="logs")
+    trainer, recorder = fit(Summary(), saver, logger=logger, enable_checkpointing=True, max_steps=4, max_epochs=None)
+    before, after = shown(capsys.readouterr().out)
+
+    assert before["layout"] == "SingleDeviceStrategy on 1 cpu rank"
+    assert before["parameters"] == "2"
+    assert before["step"] == "0 of 4 steps done"
+    assert before["checkpoints"] == str(tmp_path / "checkpoints")
+    assert before["logs"] == after["logs"] == str(tmp_path / "logs" / "version_0")
+
+    assert after["lm_loss"] == f"2.5000 -> {recorder.steps[-1]['lm_loss']:.4f}"
+    assert after["val_lm_loss"] == f"2.5000 -> {float(trainer.callback_metrics['val_lm_loss']):.4f}"
+    assert after["checkpoints"] == str(tmp_path / "checkpoints" / "step=4.ckpt")
+    assert after["resume"] == f"trainer.fit(..., ckpt_path='{tmp_path}/checkpoints/step=4.ckpt')"
+
+
+def test_asks_the_strategy_for_the_whole_models_size(fit, capsys) -> None:
+    class Knows(SingleDeviceStrategy):
+        def parameter_counts(self) -> tuple[int, int]:
+            return 1234567, 2
+
+    fit(Summary(), strategy=Knows(device=torch.device("cpu")))
+    assert shown(capsys.readouterr().out)[0]["parameters"] == "1,234,567, 2 of them on this rank"
+
+
+def test_stands_in_for_lightnings_summary(fit) -> None:
+    trainer, _ = fit(Summary())
+    assert [type(c) for c in trainer.callbacks if isinstance(c, ModelSummary)] == [Summary]
