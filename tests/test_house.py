@@ -149,3 +149,8 @@ def test_recipes_have_a_header() -> None:
 def test_layers() -> None:
     """DESIGN's layers, as pyproject.toml states them: imports only go down."""
     assert lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True) == 0
+
+
+def test_the_model_knows_nothing_of_distribution() -> None:
+    """import-linter sees no subpackages of other packages, so this one is looked for in the text."""
+    assert_none(matches(r"torch\.distributed|\bdist\.", [path for path in PACKAGE if path.parent.name == "model"]))

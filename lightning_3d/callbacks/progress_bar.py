@@ -38,7 +38,7 @@ class ProgressBar(TQDMProgressBar):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if self._follow_log:
-            self._refresh_rate = max(1, trainer.log_every_n_steps)
+            self._refresh_rate = max(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
 
     @property
     @override
