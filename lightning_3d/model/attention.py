@@ -33,10 +33,10 @@ def flash_attn(q: Float[Tensor, "B S N H"], k: Float[Tensor, "B S K H"], v: Floa
     Raises:
         ConfigError: the model computes in float32.
     """
-    from flash_attn import flash_attn_func
-
     if q.dtype not in (torch.float16, torch.bfloat16):
         raise ConfigError(f"attn_implementation: flash_attn cannot compute in {q.dtype}; set precision: bf16-mixed, or choose sdpa.")
+    from flash_attn import flash_attn_func
+
     return flash_attn_func(q, k, v, causal=True)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any
 
 from lightning_3d.errors import ConfigError
 
@@ -43,7 +43,7 @@ class LlamaConfig:
         initializer_range: standard deviation of the initial weights of linears and embeddings.
         attention_bias: biases in q_proj, k_proj, v_proj and o_proj.
         mlp_bias: biases in gate_proj, up_proj and down_proj.
-        hidden_act: only silu.
+        hidden_act: silu, the only one.
         attn_implementation: sdpa runs everywhere; flash_attn needs CUDA and the `flash` extra.
 
     Raises:
@@ -66,7 +66,7 @@ class LlamaConfig:
     attention_bias: bool = False
     mlp_bias: bool = False
     hidden_act: str = "silu"
-    attn_implementation: Literal["sdpa", "flash_attn"] = "sdpa"
+    attn_implementation: str = "sdpa"
 
     def __post_init__(self) -> None:
         self._check_sizes()

@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_3d.model.config import LlamaConfig, rope_type
 
 
-def inverse_frequencies(head_size: int, theta: float, scaling: Mapping[str, Any] | None) -> Float[Tensor, "H/2"]:
+def inverse_frequencies(head_size: int, theta: float, scaling: Mapping[str, Any] | None) -> Float[Tensor, "pairs"]:
     """Radians per position of each pair of dims, in float32 on the CPU."""
     exponents = torch.arange(0, head_size, 2, dtype=torch.float32, device="cpu") / head_size
     frequencies = 1.0 / (theta**exponents)
@@ -30,7 +30,7 @@ def inverse_frequencies(head_size: int, theta: float, scaling: Mapping[str, Any]
     return frequencies / scaling["factor"] if kind == "linear" else _llama3(frequencies, scaling)
 
 
-def _llama3(frequencies: Float[Tensor, "H/2"], scaling: Mapping[str, Any]) -> Float[Tensor, "H/2"]:
+def _llama3(frequencies: Float[Tensor, "pairs"], scaling: Mapping[str, Any]) -> Float[Tensor, "pairs"]:
     """Llama 3.1's: slow pairs as linear scaling, fast pairs untouched, a ramp between (both ends are exact: 0 f + 1 f)."""
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     wavelengths = 2 * math.pi / frequencies

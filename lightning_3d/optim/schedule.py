@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -50,8 +50,8 @@ class LearningRate:
     train_steps: int
     learning_rate: float
     lr_warmup_steps: int = 0
-    lr_warmup_style: Literal["linear", "constant"] = "linear"
-    lr_decay_style: Literal["linear", "cosine", "1-sqrt", "constant"] = "linear"
+    lr_warmup_style: str = "linear"
+    lr_decay_style: str = "linear"
     lr_decay_steps: int | None = None
     lr_decay_starting_step: int | None = None
     min_decay_lr: float = 0.0
