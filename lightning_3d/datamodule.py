@@ -57,6 +57,7 @@ class NanosetDataModule(LightningDataModule):
         if validation_samples is not None:
             _require_at_least(1, validation_samples=validation_samples)
         self.sequence_length = sequence_length
+        self.batch_accumulation_per_replica = batch_accumulation_per_replica
         self.rows = micro_batch_size * batch_accumulation_per_replica
         self.num_workers = num_workers
         self.seed = seed

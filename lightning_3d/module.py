@@ -1,0 +1,246 @@
+"""What a LightningModule does to be split into pipeline stages, and the one that pretrains a Llama.
+
+The same module runs under a plain ``Trainer`` (one stage, one microbatch: the reference of the parity tests) and under
+``ThreeDStrategy``. It says what its stages are and what its loss is; who runs which stage when is the strategy's.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_3d.errors import ConfigError
+from lightning_3d.mesh import ParallelDims
+from lightning_3d.model.attention import check_attention
+from lightning_3d.model.config import LlamaConfig
+from lightning_3d.model.llama import LlamaStage
+from lightning_3d.model.loss import IGNORE_INDEX, token_losses, z_losses
+from lightning_3d.optim.adamw import AdamW
+from lightning_3d.parallel.loss import vocab_parallel_argmax, vocab_parallel_token_losses
+from lightning_3d.parallel.microbatch import split_batch, tensor_leaves
+from lightning_3d.parallel.pipeline import split_layers
+from lightning_3d.parallel.plan import LLAMA_PLAN, Row, check_plan
+from lightning_3d.parallel.tensor import TensorParallel
+from lightning_3d.seeding import materialise
+
+
+class PipelineMixin:
+    """Put before LightningModule: ``class MyLM(PipelineMixin, LightningModule)``.
+
+    Define ``build_stage(index, num_stages) -> nn.Module`` (built on the meta device; the keys of its state_dict are global names, the same
+    whatever the number of stages) and ``pipeline_loss(output, microbatch)`` (on the last stage: the mean loss over the microbatch, or
+    (loss, {"metric": value})). Then call ``pipeline_step(batch)`` in training_step and validation_step.
+    """
+
+    init_seed: int = 42
+    tensor_parallel_plan: tuple[Row, ...] = ()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.stages = nn.ModuleDict()  # this rank's, by number
+
+    def build_stage(self, index: int, num_stages: int) -> nn.Module:
+        """The module of one stage; override."""
+        raise TypeError(f"{type(self).__name__} must define build_stage(index, num_stages)")
+
+    def pipeline_loss(self, output: Any, microbatch: Any) -> Tensor | tuple[Tensor, Mapping[str, Tensor]]:
+        """The mean loss of a microbatch, from the last stage's output; override."""
+        raise TypeError(f"{type(self).__name__} must define pipeline_loss(output, microbatch)")
+
+    def split_batch(self, batch: Any, count: int) -> list[Any]:
+        """The batch as ``count`` microbatches: any pytree of tensors, on dim 0."""
+        return split_batch(batch, count)
+
+    def stage_inputs(self, microbatch: Any) -> tuple[Any, ...]:
+        """What the first stage takes: the entry ``input_ids`` of a dict, or the first of a sequence, or the batch itself."""
+        if isinstance(microbatch, Mapping):
+            return (microbatch["input_ids"],)
+        return (microbatch[0],) if isinstance(microbatch, tuple | list) else (microbatch,)
+
+    def stage_kwargs(self, microbatch: Any) -> dict[str, Any]:
+        """What every stage takes besides: positions, masks. None by default."""
+        return {}
+
+    def loss_weight(self, microbatch: Any) -> Tensor | float:
+        """What the microbatch's loss counts in the mean over the global batch: unmasked target tokens where there are ``labels``, else samples."""
+        if isinstance(microbatch, Mapping) and "labels" in microbatch:
+            return (microbatch["labels"] != -100).sum()
+        return float(len(tensor_leaves(microbatch)[0]))
+
+    def pipeline_output(self, output: Any, microbatch: Any) -> Any:
+        """What ``pipeline_forward`` gives for a microbatch, from the last stage's output."""
+        return output
+
+    def check_layout(self, dims: ParallelDims, num_stages: int) -> None:
+        """Override to refuse layouts that the model cannot have; called before any process starts.
+
+        Raises:
+            ConfigError: tensor parallelism without a plan.
+        """
+        if dims.tp > 1 and not self.tensor_parallel_plan and not hasattr(self, "parallelize_stage"):
+            raise ConfigError(f"tp={dims.tp}: {type(self).__name__} has no tensor_parallel_plan and no parallelize_stage(): define one, or set tp=1")
+
+    def configure_model(self) -> None:
+        """Build this rank's stages, once."""
+        if len(self.stages):
+            return
+        build = getattr(self.trainer.strategy, "build_stages", None)  # type: ignore[attr-defined]
+        stages = build(self) if build else {0: self._build_whole()}
+        self.stages.update({str(index): stage for index, stage in stages.items()})
+
+    def pipeline_step(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss and metrics of a batch, the same on all ranks; with gradients enabled its backward has run when this returns."""
+        step = getattr(self.trainer.strategy, "pipeline_step", None)  # type: ignore[attr-defined]
+        if step is not None:
+            return step(batch)  # type: ignore[no-any-return]
+        result = self.pipeline_loss(self._forward_whole(batch), batch)
+        loss, metrics = result if isinstance(result, tuple) else (result, {})
+        weight = torch.as_tensor(self.loss_weight(batch), dtype=torch.float64, device=loss.device)
+        return loss, {name: value.detach() for name, value in metrics.items()} | {"weight": weight}
+
+    def pipeline_forward(self, batch: Any) -> list[Any]:
+        """``pipeline_output`` of each microbatch of a batch, in order, on all ranks of the pipeline."""
+        forward = getattr(self.trainer.strategy, "pipeline_forward", None)  # type: ignore[attr-defined]
+        return forward(batch) if forward is not None else [self.pipeline_output(self._forward_whole(batch), batch)]
+
+    def _build_whole(self) -> nn.Module:
+        with torch.device("meta"):
+            stage = self.build_stage(0, 1)
+        materialise(stage, self.init_seed, torch.device("cpu"))
+        return stage
+
+    def _forward_whole(self, batch: Any) -> Any:
+        return self.stages["0"](*self.stage_inputs(batch), **self.stage_kwargs(batch))
+
+
+class LlamaModule(PipelineMixin, pl.LightningModule):
+    """Pretrains a Llama with AdamW; batches are {"input_ids": (B, S), "labels": (B, S)}, labels shifted, -100 masked.
+
+    Logs ``lm_loss`` (and ``z_loss``), ``val_lm_loss``, ``test_lm_loss``: means over the unmasked tokens of the global batch.
+
+    Args:
+        llama: shape of the model.
+        optim: optimizer and learning rate.
+        z_loss_coefficient: weight of the log-sum-exp squared in the loss; 0 leaves it out.
+        stage_layers: layers of each pipeline stage; null balances them by cost.
+        init_seed: every layout starts from the same weights for one seed.
+    """
+
+    tensor_parallel_plan = LLAMA_PLAN
+
+    def __init__(
+        self,
+        llama: LlamaConfig,
+        optim: AdamW | None = None,
+        z_loss_coefficient: float = 0.0,
+        stage_layers: list[int] | None = None,
+        init_seed: int = 42,
+    ) -> None:
+        super().__init__()
+        self.llama, self.optim, self.z_loss_coefficient = llama, optim or AdamW(), z_loss_coefficient
+        self.stage_layers, self.init_seed = stage_layers, init_seed
+        self.tensor_parallel: TensorParallel | None = None  # set by the strategy
+        settings = {"llama": asdict(llama), "optim": asdict(self.optim), "z_loss_coefficient": z_loss_coefficient}
+        self.save_hyperparameters(settings | {"init_seed": init_seed})
+
+    def stage_split(self, num_stages: int) -> list[range]:
+        """The layers of each stage.
+
+        Raises:
+            ConfigError: ``stage_layers`` does not fit the number of stages or of layers, or there are more stages than layers.
+        """
+        llama = self.llama
+        if self.stage_layers is None:
+            head = llama.head_flops_per_token / llama.layer_flops_per_token(llama.max_position_embeddings, causal=True)
+            # The embedding multiplies nothing, but its gradient and optimizer state are as large as the head's.
+            return split_layers(llama.num_hidden_layers, num_stages, first_cost=head / 4, last_cost=head)
+        given = self.stage_layers
+        if len(given) != num_stages or sum(given) != llama.num_hidden_layers or min(given) < 1:
+            raise ConfigError(
+                f"model.stage_layers={given} must name at least one layer for each of {num_stages} stages (pp x virtual_stages) "
+                f"and add up to num_hidden_layers={llama.num_hidden_layers}"
+            )
+        ends = [sum(given[:index]) for index in range(num_stages + 1)]
+        return [range(start, end) for start, end in zip(ends, ends[1:], strict=False)]
+
+    def check_layout(self, dims: ParallelDims, num_stages: int) -> None:
+        """Heads against tp, layers against stages, attention against the machine."""
+        sizes = {"num_attention_heads": self.llama.num_attention_heads, "num_key_value_heads": self.llama.kv_heads}
+        check_plan(self.tensor_parallel_plan, sizes, dims.tp)
+        check_attention(self.llama)
+        self.stage_split(num_stages)
+
+    def check_data(self, datamodule: Any) -> None:
+        """Whether the data's token ids are in the vocabulary."""
+        if hasattr(datamodule, "check_vocabulary"):
+            datamodule.check_vocabulary(self.llama.vocab_size)
+
+    @override
+    def setup(self, stage: str) -> None:
+        self.check_data(self.trainer.datamodule)  # type: ignore[attr-defined]
+
+    @override
+    def build_stage(self, index: int, num_stages: int) -> LlamaStage:
+        layers = self.stage_split(num_stages)[index]
+        return LlamaStage(self.llama, layers, first=index == 0, last=index == num_stages - 1)
+
+    @override
+    def pipeline_loss(self, output: Tensor, microbatch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        labels = microbatch["labels"]
+        nll, lse = self._token_losses(output, labels)
+        count = (labels != IGNORE_INDEX).sum().clamp(min=1)
+        lm_loss = nll.sum() / count
+        if not self.z_loss_coefficient:
+            return lm_loss, {"lm_loss": lm_loss}
+        z_loss = z_losses(lse, self.z_loss_coefficient).sum() / count
+        return lm_loss + z_loss, {"lm_loss": lm_loss, "z_loss": z_loss}
+
+    def _token_losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        if self.tensor_parallel is None:
+            return token_losses(logits, labels)
+        return vocab_parallel_token_losses(logits, labels, self.llama.vocab_size, self.tensor_parallel)
+
+    @override
+    def pipeline_output(self, output: Tensor, microbatch: Any) -> Tensor:
+        """The most likely next token at each position, (B, S)."""
+        if self.tensor_parallel is None:
+            return output.argmax(-1)
+        return vocab_parallel_argmax(output, self.llama.vocab_size, self.tensor_parallel)
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss, metrics = self.pipeline_step(batch)
+        for name in ("lm_loss", "z_loss"):
+            if name in metrics:
+                self.log(name, metrics[name], prog_bar=name == "lm_loss")
+        return loss
+
+    @override
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._evaluate("val_lm_loss", batch)
+
+    @override
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self._evaluate("test_lm_loss", batch)
+
+    @override
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return torch.cat(self.pipeline_forward(batch))
+
+    def _evaluate(self, name: str, batch: Any) -> None:
+        _, metrics = self.pipeline_step(batch)
+        # Weighted by tokens, so that the epoch's mean is the mean over all its tokens; equal on all ranks, so syncing changes nothing.
+        self.log(name, metrics["lm_loss"], prog_bar=True, on_epoch=True, sync_dist=True, batch_size=int(metrics["weight"]))
+
+    @override
+    def configure_optimizers(self) -> Any:
+        steps = self.trainer.max_steps if self.trainer.max_steps > 0 else int(self.trainer.estimated_stepping_batches)
+        named = [(name.split(".", 2)[2], parameter) for name, parameter in self.named_parameters()]
+        with torch.device("meta"):
+            whole = LlamaStage(self.llama, range(self.llama.num_hidden_layers), first=True, last=True)
+        optimizer, scheduler = self.optim.build(named, dict(whole.named_parameters()), steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

@@ -1,0 +1,109 @@
+"""Data parallelism: who holds a copy of each parameter, and how the gradients of the copies become one.
+
+    ddp     every rank of dp holds all of its stage's parameters; one bucketed all-reduce a step
+    zero2   gradients and optimizer state are sharded; parameters are whole from the first forward to the last backward of a step
+    fsdp    parameters too: gathered block by block, freed after use
+    hsdp    fsdp within groups of dp / dp_replicate ranks, copies between the groups
+
+The loss is a sum over the global batch divided by its number of tokens, so gradients are *added* over dp, never averaged.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from lightning_3d.mesh import DP, SHARD, Mesh
+
+DataParallel = Literal["ddp", "zero2", "fsdp", "hsdp"]
+DATA_PARALLEL_MODES: tuple[str, ...] = get_args(DataParallel)
+
+BUCKET_NBYTES = 64 * 2**20
+
+
+def shard_stage(stage: nn.Module, mesh: Mesh, mode: DataParallel) -> None:
+    """Shard the stage's parameters over dp (nothing to do for ``ddp``); they must be on the meta device.
+
+    The members of the stage's module lists and dicts (its blocks) are one unit each, the rest is one more. The stage itself is
+    the root unit: torch's pipelining defers the reduction to the end of the step only then. Under pp parameters stay whole
+    between microbatches, else every microbatch would pay a gather.
+    """
+    if mode == "ddp" or mesh.dims.dp == 1:
+        return
+    reshard = mode != "zero2" and mesh.dims.pp == 1
+    for block in _blocks(stage):
+        fully_shard(block, mesh=mesh.fsdp_mesh, reshard_after_forward=reshard)
+    fully_shard(stage, mesh=mesh.fsdp_mesh, reshard_after_forward=False)
+    for module in stage.modules():
+        if isinstance(module, FSDPModule):  # the second call alone fails on gloo, and neither recurses
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+
+
+def _blocks(stage: nn.Module) -> Iterator[nn.Module]:
+    for child in stage.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from child.children()
+
+
+def set_last_microbatch(stage: nn.Module, last: bool) -> None:
+    """Let FSDP accumulate without communication until the last microbatch."""
+    if isinstance(stage, FSDPModule):
+        stage.set_is_last_backward(last)
+        stage.set_reshard_after_backward(last)
+        stage.set_requires_gradient_sync(last)
+
+
+def is_reduced_by_fsdp(parameter: Tensor) -> bool:
+    """Whether FSDP adds this parameter's gradient up over dp itself."""
+    return isinstance(parameter, DTensor) and bool({DP, SHARD} & set(parameter.device_mesh.mesh_dim_names or ()))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor on this rank."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def start_equal(module: nn.Module, mesh: Mesh) -> None:
+    """Replicas take the first one's weights, as under DDP: for modules whose weights were not drawn by name.
+
+    Shapes: any.
+    Placement: each replica's own -> replicated over dp.
+    Communication: broadcast, dp, nbytes(parameters and buffers), once at start.
+    Source: Li et al. 2020 (PyTorch Distributed), section 3.1.
+    """
+    source = dist.get_global_rank(mesh.dp_group, 0)
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not is_reduced_by_fsdp(tensor) and mesh.dims.dp > 1:
+            dist.broadcast(local(tensor), source, group=mesh.dp_group)
+
+
+def add_up(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Add tensors up over a group, in place, in buckets.
+
+    Shapes: any; DTensors are reduced as their local tensors.
+    Placement: partial sums -> replicated over the group.
+    Communication: all-reduce, dp (gradients of copies) or tp (gradients that each rank computed from part of the sequence),
+        2 (n - 1) / n x nbytes sent a rank.
+    Source: Li et al. 2020 (PyTorch Distributed), section 3.2.3.
+    """
+    for bucket in _buckets([local(tensor) for tensor in tensors]):
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        dist.all_reduce(flat, group=group)
+        parts = flat.split([tensor.numel() for tensor in bucket])
+        torch._foreach_copy_(bucket, [part.view_as(tensor) for part, tensor in zip(parts, bucket, strict=True)])
+
+
+def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        bucket = by_dtype.setdefault(tensor.dtype, [])
+        bucket.append(tensor)
+        if sum(t.nbytes for t in bucket) >= BUCKET_NBYTES:
+            yield by_dtype.pop(tensor.dtype)
+    yield from by_dtype.values()

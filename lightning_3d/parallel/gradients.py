@@ -1,0 +1,121 @@
+"""Gradients between the schedule, autograd and the optimizer: the hand-over.
+
+A schedule runs forward *and* backward inside ``training_step``; Lightning then calls ``zero_grad`` and ``loss.backward()``. So the
+gradients are taken out of ``p.grad`` after the schedule, and the loss given to Lightning is an autograd tensor whose backward(g)
+multiplies them by g, reduces them over the ranks and puts them into ``p.grad``, adding where something is there. Whatever a user
+does to the loss (scale it, add a term, accumulate, several losses in a step) is right, since gradients are linear in the loss.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_3d.mesh import Mesh
+from lightning_3d.parallel.data import add_up, is_reduced_by_fsdp, local
+from lightning_3d.parallel.tied import exchange_tied
+
+
+class Gradients:
+    """The gradients of this rank's parameters, by name.
+
+    Args:
+        parameters: this rank's parameters by their global names.
+        partial: names of those whose gradients are partial sums over tp.
+        tied: pp coords of the holders of parameters that several stages share.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], mesh: Mesh, partial: set[str], tied: Mapping[str, list[int]]) -> None:
+        self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
+        self._mesh, self._partial, self._tied = mesh, partial, tied
+        self._unreduced = False  # p.grad holds sums of earlier batches of an accumulation that no rank has seen but this one
+
+    def run_apart(self, schedule: Callable[[], None]) -> dict[str, Tensor]:
+        """Run a schedule and return the gradients that it made, leaving those that were there as they were."""
+        before = {name: p.grad for name, p in self._parameters.items()}
+        self.drop()
+        try:
+            schedule()
+            return {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        finally:
+            for name, parameter in self._parameters.items():
+                parameter.grad = before[name]
+
+    def drop(self) -> None:
+        """Free all gradients."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def deliver(self, fresh: dict[str, Tensor], scale: Tensor, *, reduce: bool) -> None:
+        """Multiply by ``scale`` and add to ``p.grad``, reduced over dp (and tp, and tied stages) unless an accumulation goes on."""
+        locals_ = [local(gradient) for gradient in fresh.values()]
+        if locals_:
+            torch._foreach_mul_(locals_, scale.to(locals_[0].dtype))
+        if not reduce:
+            self._add(fresh)
+            self._unreduced = True
+            return
+        if self._unreduced:
+            self._add(fresh)
+            fresh = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+            self.drop()
+            self._unreduced = False
+        self._reduce(fresh)
+        self._add(fresh)
+
+    def reduce_in_place(self) -> None:
+        """Reduce what a plain ``loss.backward()`` left in ``p.grad``, to the mean over dp as under DDP."""
+        fresh = {name: p.grad for name, p in self._parameters.items() if p.grad is not None and not is_reduced_by_fsdp(p)}
+        if fresh and self._mesh.dims.dp > 1:
+            torch._foreach_div_([local(gradient) for gradient in fresh.values()], self._mesh.dims.dp)
+            add_up(list(fresh.values()), self._mesh.dp_group)
+
+    def counted_once(self) -> dict[str, Tensor]:
+        """The gradients in ``p.grad``, of tied copies only the first holder's."""
+        mine = self._mesh.coord.pp
+        held = {name: p.grad for name, p in self._parameters.items() if self._tied.get(name, [mine])[0] == mine}
+        return {name: gradient for name, gradient in held.items() if gradient is not None}
+
+    def counted_once(self) -> dict[str, Tensor]:
+        """The gradients in ``p.grad``, of tied copies only the first holder's."""
+        mine = self._mesh.coord.pp
+        held = {name: p.grad for name, p in self._parameters.items() if self._tied.get(name, [mine])[0] == mine}
+        return {name: gradient for name, gradient in held.items() if gradient is not None}
+
+    def _add(self, fresh: Mapping[str, Tensor]) -> None:
+        for name, gradient in fresh.items():
+            parameter = self._parameters[name]
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+    def _reduce(self, fresh: dict[str, Tensor]) -> None:
+        for name in self._tied.keys() & self._parameters.keys():
+            fresh.setdefault(name, torch.zeros_like(self._parameters[name]))
+        partial = [gradient for name, gradient in fresh.items() if name in self._partial]
+        if partial:
+            add_up(partial, self._mesh.tp_group)
+        copies = [gradient for name, gradient in fresh.items() if not is_reduced_by_fsdp(self._parameters[name])]
+        if copies and self._mesh.dims.dp > 1:
+            add_up(copies, self._mesh.dp_group)
+        exchange_tied(fresh, self._tied, self._mesh)
+
+
+class _HandOver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, loss: Tensor, deliver: Callable[[Tensor], None]) -> Tensor:
+        ctx.deliver = deliver
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        if ctx.deliver is None:
+            raise RuntimeError("backward() was called twice on one pipeline_step(): its gradients were handed over by the first call")
+        ctx.deliver(grads[0])
+        ctx.deliver = None
+        return None, None, None
+
+
+def hand_over(loss: Tensor, deliver: Callable[[Tensor], None]) -> Tensor:
+    """The loss as an autograd tensor whose backward(g) calls ``deliver(g)``, once."""
+    anchor = torch.zeros((), device=loss.device, requires_grad=True)
+    return _HandOver.apply(anchor, loss, deliver)  # type: ignore[no-any-return]

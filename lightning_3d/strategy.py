@@ -1,0 +1,373 @@
+"""``Trainer(strategy=ThreeDStrategy(dp=2, tp=2, pp=2))``: data, tensor and pipeline parallelism as a Lightning strategy.
+
+Lightning's hooks only, each a few lines that delegate. Nothing of Lightning is patched, and no loop, closure or step is overridden: the
+pipeline's schedule runs inside the ordinary ``training_step`` and hands its gradients over through autograd (parallel/gradients.py).
+"""
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.init import _materialize_distributed_module
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_3d.checkpoint import load_trainer_state, restore, save
+from lightning_3d.errors import ConfigError
+from lightning_3d.interrupt import EndTogether, RankLauncher
+from lightning_3d.mesh import Mesh, ParallelDims
+from lightning_3d.optim.clipping import clip_values, gradient_norm, scale_to_norm
+from lightning_3d.parallel.data import DATA_PARALLEL_MODES, DataParallel, start_equal
+from lightning_3d.parallel.evaluation import EvaluationRunner
+from lightning_3d.parallel.gradients import Gradients
+from lightning_3d.parallel.guard import BatchGuard
+from lightning_3d.parallel.pipeline import Engine, TrainingRunner, check_engine
+from lightning_3d.parallel.stages import Stages, tensor_parallel
+from lightning_3d.parallel.step import StepRunner
+from lightning_3d.precision import with_global_clipping
+
+
+class ThreeDStrategy(ModelParallelStrategy):
+    """Data, tensor and pipeline parallelism: dp x tp x pp = number of processes.
+
+    Args:
+        dp: replicas that read different data; "auto" takes what tp and pp leave.
+        tp: ranks that share each layer's matrices.
+        pp: ranks that share the layers.
+        pp_engine: schedule of the pipeline.
+        virtual_stages: stages on each rank of the pipeline; more than one for ``interleaved_1f1b``.
+        data_parallel: who holds copies of parameters, gradients and optimizer state (parallel/data.py).
+        dp_replicate: number of copies under ``hsdp``; its shards span dp / dp_replicate ranks.
+        sequence_parallel: keep S/tp of the hidden state on each tp rank between layers.
+        batch_accumulation_per_replica: microbatches in a batch; None takes the data module's, else pp.
+        timeout_s: seconds after which a collective that waits for a lost rank fails.
+    """
+
+    def __init__(
+        self,
+        dp: int | Literal["auto"] = "auto",
+        tp: int = 1,
+        pp: int = 1,
+        pp_engine: Engine = "1f1b",
+        virtual_stages: int = 1,
+        data_parallel: DataParallel = "ddp",
+        dp_replicate: int = 1,
+        sequence_parallel: bool = False,
+        batch_accumulation_per_replica: int | None = None,
+        process_group_backend: str | None = None,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        super().__init__(dp, tp, True, process_group_backend, timedelta(seconds=timeout_s))
+        check_engine(pp_engine, pp=pp, virtual_stages=virtual_stages, microbatches=batch_accumulation_per_replica)
+        if data_parallel not in DATA_PARALLEL_MODES or (dp_replicate > 1) != (data_parallel == "hsdp"):
+            raise ConfigError(
+                f"data_parallel={data_parallel!r} with dp_replicate={dp_replicate}: choose from {list(DATA_PARALLEL_MODES)}; "
+                "hsdp needs dp_replicate >= 2, the others 1"
+            )
+        self._sizes: dict[str, Any] = {"dp": dp, "tp": tp, "pp": pp, "replicate": dp_replicate}
+        self.pp_engine, self.virtual_stages, self.data_parallel = pp_engine, virtual_stages, data_parallel
+        self.sequence_parallel = sequence_parallel
+        self.batch_accumulation_per_replica = batch_accumulation_per_replica
+        self.last_grad_norm: Tensor | None = None
+        self._dims: ParallelDims | None = None
+        self._mesh: Mesh | None = None
+        self._stages: Stages | None = None
+        self._gradients: Gradients | None = None
+        self._accumulating = False
+        self._zero_grad_is_next = False
+        self._together = EndTogether(self)
+
+    # ---- layout ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def dims(self) -> ParallelDims:
+        """Sizes of the axes; known once the Trainer is built."""
+        assert self._dims is not None, "the strategy is not connected to a Trainer yet"
+        return self._dims
+
+    @property
+    def mesh(self) -> Mesh:
+        """The axes as process groups; known once the processes are connected."""
+        assert self._mesh is not None, "the processes are not connected yet"
+        return self._mesh
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline over all ranks."""
+        return self.dims.pp * self.virtual_stages
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches in a training batch."""
+        return self._microbatch_count(getattr(self.lightning_module.trainer, "datamodule", None))  # type: ignore[union-attr]
+
+    def _microbatch_count(self, datamodule: Any) -> int:
+        return self.batch_accumulation_per_replica or getattr(datamodule, "batch_accumulation_per_replica", None) or self.dims.pp
+
+    def parameter_counts(self) -> tuple[int, int]:
+        """Number of parameters (of the whole model, on this rank); collective."""
+        if self._stages is None:
+            count = sum(p.numel() for p in self.lightning_module.parameters())  # type: ignore[union-attr]
+            return count, count
+        return self._stages.counts(self.mesh, self.root_device)
+
+    @override
+    def _configure_launcher(self) -> None:
+        """Called when the Trainer is built: the last moment to refuse sizes before processes start."""
+        assert self.cluster_environment is not None
+        started = self.cluster_environment.world_size() if self.cluster_environment.creates_processes_externally else None
+        world_size = self.num_nodes * self.num_processes
+        if started not in (None, world_size):
+            raise ConfigError(
+                f"trainer.devices={self.num_processes} x num_nodes={self.num_nodes} = {world_size}, but {started} processes were started: "
+                f"set trainer.devices to {(started or 0) // self.num_nodes} (not auto)"
+            )
+        self._dims = ParallelDims.resolve(world_size=world_size, **self._sizes)
+        self._launcher = RankLauncher(self.check, self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def check(self, module: "pl.LightningModule", datamodule: Any) -> None:
+        """Whether this module can run in this layout; called before processes start.
+
+        Raises:
+            ConfigError: a number of microbatches that the schedule cannot run, or what the module refuses.
+            TypeError: pp > 1 and the module does not say what its stages are.
+        """
+        count = self._microbatch_count(datamodule)
+        check_engine(self.pp_engine, pp=self.dims.pp, virtual_stages=self.virtual_stages, microbatches=count)
+        missing = [name for name in ("build_stage", "pipeline_loss", "pipeline_step") if not hasattr(module, name)]
+        if self.dims.pp > 1 and missing:
+            raise TypeError(f"pp={self.dims.pp}: {type(module).__name__} lacks {missing}: derive it from PipelineMixin and define them, or set pp=1")
+        length = getattr(datamodule, "sequence_length", None)
+        if self.sequence_parallel and length and length % self.dims.tp:
+            raise ConfigError(f"sequence_length={length} is not divisible by tp={self.dims.tp}, as sequence_parallel: true needs: change one")
+        if hasattr(module, "check_layout"):
+            module.check_layout(self.dims, self.num_stages)
+        if hasattr(module, "check_data"):
+            module.check_data(datamodule)
+
+    @override
+    def setup_environment(self) -> None:
+        self.accelerator.setup_device(self.root_device)  # type: ignore[union-attr]
+        self._setup_distributed()
+        if self._mesh is None:  # fit, then test: new groups would leak
+            self._mesh = Mesh.build(self.dims, self.root_device.type)
+            self._device_mesh = self._mesh.device_mesh
+            self._together.connect()
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._device_mesh
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.dims.dp, "rank": self.mesh.coord.dp}
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        # Lightning seeds workers by rank, which gives ranks of one replica different random transforms; it leaves what is set alone.
+        if isinstance(dataloader, torch.utils.data.DataLoader) and dataloader.worker_init_fn is None:
+            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.mesh.coord.dp)
+        return super().process_dataloader(dataloader)
+
+    # ---- building --------------------------------------------------------------------------------------------------------
+
+    def build_stages(self, module: Any) -> dict[int, nn.Module]:
+        """This rank's stages of a ``PipelineMixin``, with their weights."""
+        tp = tensor_parallel(self.mesh, sequence_parallel=self.sequence_parallel)
+        module.tensor_parallel = tp
+        stages = Stages.build(module, self.mesh, self.root_device, virtual=self.virtual_stages, mode=self.data_parallel, tp=tp)
+        self._stages = stages
+        self._gradients = Gradients(stages.parameters(), self.mesh, stages.partial, stages.tied)
+        self._step = StepRunner(module, self.mesh, self.root_device, self.microbatches, is_last=stages.is_last)
+        self._train = TrainingRunner(stages.modules, stages.num_stages, self.mesh, self.pp_engine, module, self._step.loss_of)
+        self._evaluate = EvaluationRunner(stages.modules, stages.num_stages, self.mesh, module)
+        return stages.modules
+
+    @override
+    def setup(self, trainer: "pl.Trainer") -> None:
+        assert self.model is not None and self.accelerator is not None
+        self.accelerator.setup(trainer)
+        _materialize_distributed_module(self.model, self.root_device)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        if self._stages is None:  # a plain module, without PipelineMixin
+            self._gradients = Gradients(dict(self.lightning_module.named_parameters()), self.mesh, set(), {})  # type: ignore[union-attr]
+            start_equal(self.model, self.mesh)
+        self._guard = BatchGuard(self.mesh, self.root_device)
+        self._metrics_over_dp()
+        self.barrier()
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fitting:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _metrics_over_dp(self) -> None:
+        """torchmetrics would add up over the world, i.e. count each sample tp x pp times."""
+        from torchmetrics import Metric
+
+        for metric in self.model.modules():  # type: ignore[union-attr]
+            if isinstance(metric, Metric) and metric.process_group is None:
+                metric.process_group = self.mesh.dp_group
+
+    # ---- steps -----------------------------------------------------------------------------------------------------------
+
+    def pipeline_step(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss and metrics of a batch over all ranks; with gradients enabled, forward and backward of all microbatches."""
+        if not torch.is_grad_enabled():
+            return self._step.evaluate(batch, self._evaluate)
+        assert self._gradients is not None
+        if self._zero_grad_is_next:  # Lightning will zero them between the schedule and backward: hold no copy meanwhile
+            self._gradients.drop()
+        return self._step.train(batch, self._train, self._gradients, lambda: not self._accumulating)
+
+    def pipeline_forward(self, batch: Any) -> list[Any]:
+        """What the module's ``pipeline_output`` makes of each microbatch, on all ranks of the pipeline."""
+        with torch.no_grad():
+            return self._step.forward(batch, self._evaluate, self.lightning_module.pipeline_output)  # type: ignore[union-attr,operator]
+
+    @override
+    def on_train_start(self) -> None:
+        self._together.watch_signals()
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._together.stop_if_asked()
+        self._guard.check(batch)
+        trainer = self.lightning_module.trainer  # type: ignore[union-attr]
+        automatic = self.lightning_module.automatic_optimization  # type: ignore[union-attr]
+        self._zero_grad_is_next = automatic and batch_idx % trainer.accumulate_grad_batches == 0
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Lightning enters this for all but the last batch of an accumulation."""
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    def _after_backward(self) -> None:
+        if self._stages is None and not self._accumulating:
+            assert self._gradients is not None
+            self._gradients.reduce_in_place()
+
+    # ---- precision and clipping ------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        if self._precision_plugin is None:
+            return self._clipping(Precision())
+        return self._precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        # None must stay None, or Lightning takes it for the user's choice and ignores Trainer(precision=...).
+        self._precision_plugin = None if plugin is None else self._clipping(plugin)
+
+    def _clipping(self, plugin: Precision) -> Precision:
+        return with_global_clipping(
+            plugin, clip_norm=self._clip_norm, clip_value=self._clip_value, after_backward=self._after_backward
+        )
+
+    def gradient_norm(self) -> Tensor:
+        """The norm of the gradients that the optimizer is about to use, over the whole model; collective."""
+        assert self._gradients is not None
+        return gradient_norm(self._gradients.counted_once().values(), self.mesh)
+
+    def _clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
+        self.last_grad_norm = self.gradient_norm()
+        scale_to_norm(_gradients_of(optimizer), self.last_grad_norm, max_norm)
+
+    def _clip_value(self, optimizer: Optimizer, limit: float) -> None:
+        clip_values(_gradients_of(optimizer), limit)
+
+    # ---- reductions ------------------------------------------------------------------------------------------------------
+
+    @override
+    def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Tensor:
+        """Without a group: over dp, since ranks of one replica hold the same numbers."""
+        return super().reduce(tensor, self.mesh.dp_group if group is None else group, reduce_op)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Over the world."""
+        votes = super().reduce(torch.tensor(int(decision), device=self.root_device), dist.group.WORLD, "sum")
+        return bool(votes == self.world_size) if all else bool(votes)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if not self._together.is_lost:
+            super().barrier(name)
+
+    # ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        raise ConfigError(f"plugins: {type(io).__name__} has no effect on sharded checkpoints: leave it out")
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Nothing: ``save_checkpoint`` writes the shards from the module itself."""
+        return {}
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Nothing, for the same reason."""
+        return {}
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        if storage_options is not None:
+            raise ConfigError("storage_options of save_checkpoint() have no effect on sharded checkpoints: leave them out")
+        if self._together.all_arrived():
+            save(self.broadcast(str(filepath)), self.lightning_module, self.optimizers, checkpoint)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        path = self.broadcast(str(checkpoint_path))
+        restore(path, self.lightning_module, self.optimizers)
+        return load_trainer_state(path)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Nothing: ``load_checkpoint`` has loaded it."""
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing: ``load_checkpoint`` has loaded it."""
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._together.forget_signals()
+
+    @override
+    def teardown(self) -> None:
+        self._together.forget_signals()
+        super().teardown()
+        if self.lightning_module is not None and self.lightning_module.trainer.state.status == TrainerStatus.INTERRUPTED:
+            self._launcher.end_children()  # type: ignore[union-attr]
+
+
+def _gradients_of(optimizer: Optimizer) -> list[Tensor]:
+    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
