@@ -1,3 +1,42 @@
-"""Pretrain language models in PyTorch Lightning over data, tensor and pipeline parallelism."""
+"""Pretrain language models in PyTorch Lightning over data, tensor and pipeline parallelism.
+
+Names are looked up when first used, so that `import lightning_3d` and `python -m lightning_3d --help` take milliseconds: torch and
+Lightning together take seconds.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_3d.callbacks import GradNorm as GradNorm
+    from lightning_3d.callbacks import ProgressBar as ProgressBar
+    from lightning_3d.callbacks import Summary as Summary
+    from lightning_3d.callbacks import Throughput as Throughput
+    from lightning_3d.datamodule import NanosetDataModule as NanosetDataModule
+    from lightning_3d.module import LlamaModule as LlamaModule
+    from lightning_3d.module import PipelineMixin as PipelineMixin
+    from lightning_3d.strategy import ThreeDStrategy as ThreeDStrategy
 
 __version__ = "0.1.0"
+
+_HOME = {
+    "ThreeDStrategy": "strategy",
+    "PipelineMixin": "module",
+    "LlamaModule": "module",
+    "NanosetDataModule": "datamodule",
+    "GradNorm": "callbacks",
+    "ProgressBar": "callbacks",
+    "Summary": "callbacks",
+    "Throughput": "callbacks",
+}
+__all__ = [*_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'lightning_3d' has no attribute {name!r}")
+    return getattr(import_module(f"lightning_3d.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_HOME]

@@ -51,9 +51,11 @@ class Throughput(Callback):
         self._start_s: float | None = None  # None until the first step is over
         self._paused_s: float | None = None
         self._step_tokens = self._window_tokens = self._window_steps = 0
+        self._parameters = 0
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._parameters = parameter_counts(trainer, pl_module)[0]  # once: under ThreeDStrategy all ranks talk
         self._start_s = self._paused_s = self._lr = None
         self._step_tokens = self._window_tokens = self._window_steps = 0
 
@@ -113,7 +115,7 @@ class Throughput(Callback):
         assert self._start_s is not None
         elapsed_s = max(now_s(trainer) - self._start_s, 1e-9)
         tokens_per_s = self._window_tokens / elapsed_s
-        flops_per_s = tokens_per_s / trainer.world_size * self._flops_per_token(trainer, pl_module, tokens_in_sequence)
+        flops_per_s = tokens_per_s / trainer.world_size * self._flops_per_token(pl_module, tokens_in_sequence)
         speeds = {
             "tokens_per_sec": tokens_per_s,
             "tokens_per_sec_per_gpu": tokens_per_s / trainer.world_size,
@@ -127,11 +129,11 @@ class Throughput(Callback):
         assert self._lr is not None
         return {"consumed_tokens": self.consumed_tokens, "global_batch_size": self._step_tokens, "lr": float(self._lr)}
 
-    def _flops_per_token(self, trainer: Trainer, pl_module: LightningModule, tokens_in_sequence: int) -> float:
-        config = getattr(pl_module, "config", None)
+    def _flops_per_token(self, pl_module: LightningModule, tokens_in_sequence: int) -> float:
+        config = getattr(pl_module, "llama", None)
         if self.flops_per_token is None and isinstance(config, LlamaConfig):
             return config.flops_per_token(tokens_in_sequence, causal=self.attention == "causal")
-        return self.flops_per_token or 6.0 * parameter_counts(trainer, pl_module)[0]
+        return self.flops_per_token or 6.0 * self._parameters
 
     @staticmethod
     def _log(pl_module: LightningModule, metrics: Mapping[str, float]) -> None:

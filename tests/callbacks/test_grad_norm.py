@@ -32,14 +32,25 @@ def test_sums_over_accumulated_batches(fit) -> None:
 
 def test_computes_nothing_when_no_log_is_due(fit, monkeypatch) -> None:
     calls = []
-    monkeypatch.setattr("lightning_3d.callbacks.grad_norm.total_norm", lambda module: calls.append(1) or torch.ones(()))
+    monkeypatch.setattr("lightning_3d.callbacks.grad_norm.total_norm", lambda *_: calls.append(1) or torch.ones(()))
     fit(GradNorm(), log_every_n_steps=2)
     assert len(calls) == 2
 
 
-def test_takes_the_strategys_norm_where_there_is_one(fit) -> None:
-    class Knows(SingleDeviceStrategy):
-        last_grad_norm = torch.tensor(42.0)
+class Knows(SingleDeviceStrategy):
+    """Has the norm ready where clipping by norm has computed it, and can compute it."""
 
-    _, recorder = fit(GradNorm(), strategy=Knows(device=torch.device("cpu")))
-    assert [step["grad_norm"] for step in recorder.steps] == [42.0] * 4
+    last_grad_norm = torch.tensor(42.0)
+
+    def gradient_norm(self) -> torch.Tensor:
+        return torch.tensor(7.0)
+
+
+@pytest.mark.parametrize(
+    ("clipping", "norm"),
+    [({"gradient_clip_val": 1.0}, 42.0), ({"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, 7.0), ({}, 7.0)],
+    ids=["by norm", "by value", "none"],
+)
+def test_takes_the_strategys_norm_where_there_is_one(fit, clipping, norm) -> None:
+    _, recorder = fit(GradNorm(), strategy=Knows(device=torch.device("cpu")), **clipping)
+    assert [step["grad_norm"] for step in recorder.steps] == [norm] * 4

@@ -88,7 +88,7 @@ def test_flops_of_a_llama_follow_the_named_convention(fit, monkeypatch, attentio
         vocab_size=100, hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2
     )
     model = Line()
-    model.config = config
+    model.llama = config
     _, recorder = fit(Throughput(attention), Clock(monkeypatch), model=model)
     weights = 3 * (2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 32) + 100 * 16
     per_token = 6 * weights + share * 3 * 12 * 16 * SEQUENCE

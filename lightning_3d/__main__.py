@@ -1,0 +1,78 @@
+"""``python -m lightning_3d COMMAND``: dispatch, and user errors as one line.
+
+Nothing heavy is imported here, so that the list of commands appears in a tenth of a second: `import lightning.pytorch` alone takes four.
+A further command is a line in FUNCTIONS: its options come from the function's signature, its help from the docstring.
+"""
+
+import argparse
+import sys
+from importlib import import_module
+from typing import NamedTuple
+
+from lightning_3d.errors import ConfigError
+from lightning_3d.usage import OneLineErrors
+
+TRAINER = {
+    "fit": "train a model",
+    "validate": "compute the validation metrics of a checkpoint",
+    "test": "compute the test metrics of a checkpoint",
+    "predict": "run a checkpoint on the data module's prediction set",
+}
+
+
+class Function(NamedTuple):
+    """A command that is a plain function; its parameter ``positional`` takes the bare arguments."""
+
+    path: str
+    help: str
+    positional: str | None = None
+
+
+FUNCTIONS = {"prepare": Function("lightning_3d.data.prepare.prepare", "tokenise text into a Nanoset", "inputs")}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return the exit status: 2 for a user's error, which is shown as one line without a traceback."""
+    argv = sys.argv[1:] if argv is None else argv
+    command = _parser().parse_args(argv[:1]).command
+    try:
+        if command in FUNCTIONS:
+            _run_function(command, FUNCTIONS[command], argv[1:])
+        else:
+            import_module("lightning_3d.cli").run(argv)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("lightning_3d", description="Pretrain language models over data, tensor and pipeline parallelism.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands (each has its own --help)")
+    for name, text in [*TRAINER.items(), *((name, function.help) for name, function in FUNCTIONS.items())]:
+        commands.add_parser(name, help=text, add_help=False)
+    return parser
+
+
+def _run_function(name: str, function: Function, argv: list[str]) -> None:
+    import yaml
+    from jsonargparse import ActionConfigFile, ArgumentParser
+
+    class Parser(OneLineErrors, ArgumentParser):
+        """The parser of one command."""
+
+    module, attribute = function.path.rsplit(".", 1)
+    run = getattr(import_module(module), attribute)
+    parser = Parser(prog=f"lightning_3d {name}", description=function.help)
+    parser.add_argument("-c", "--config", action=ActionConfigFile, help="YAML file with the options below")
+    if function.positional:
+        parser.add_argument(function.positional, nargs="+", type=str)
+    parser.add_function_arguments(run, skip={function.positional} if function.positional else set(), as_positional=False)
+    options = parser.parse_args(argv)
+    result = run(**{key: value for key, value in vars(options).items() if key != "config"})
+    if result is not None:
+        print(yaml.safe_dump(result, sort_keys=False), end="")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
