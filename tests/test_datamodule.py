@@ -1,4 +1,7 @@
-"""Order, resume, validation and messages of the data module, through a real Trainer; tokens are their own positions, so that a batch names its samples."""
+"""Order, resume, validation and messages of the data module, through a real Trainer.
+
+Tokens are their own positions, so that a batch names its samples.
+"""
 
 import logging
 from pathlib import Path
@@ -101,7 +104,13 @@ def fit(
         **settings,
     )
     train, validation = folders
-    keys = {"sequence_length": S, "micro_batch_size": 2, "batch_accumulation_per_replica": 2, "validation_folder": validation, **(data or {})}
+    keys = {
+        "sequence_length": S,
+        "micro_batch_size": 2,
+        "batch_accumulation_per_replica": 2,
+        "validation_folder": validation,
+        **(data or {}),
+    }
     trainer.fit(module, datamodule=NanosetDataModule(train, **keys), ckpt_path=ckpt_path)
     return module, trainer
 
@@ -124,3 +133,193 @@ def test_resume_equals_uninterrupted(folders: tuple[str, str], tmp_path: Path, a
         resumed, _ = fit(folders, tmp_path / "resumed", ckpt_path=middle, **settings)
         assert resumed.seen == straight.seen[5 * accumulate :]
         assert torch.equal(resumed.weight, straight.weight)
+
+
+@pytest.mark.parametrize(("rank_sizes", "keys"), [(1, (4, 2)), (2, (2, 2)), (4, (1, 2)), (4, (2, 1))])
+def test_same_stream_when_the_split_changes(folders: tuple[str, str], tmp_path: Path, rank_sizes: int, keys: tuple[int, int]) -> None:
+    """A global batch of 8, begun on one replica and resumed on another number of them, with other microbatches and workers."""
+    fit(folders, tmp_path / "begun", data={"micro_batch_size": 8, "batch_accumulation_per_replica": 1})
+    data = {"micro_batch_size": keys[0], "batch_accumulation_per_replica": keys[1]}
+    parts = [
+        fit(folders, tmp_path / f"{rank}", data=data, rank=rank, replicas=rank_sizes, ckpt_path=tmp_path / "begun/5.ckpt")[0].seen
+        for rank in range(rank_sizes)
+    ]
+    assert [[sample for part in rows for sample in part] for rows in zip(*parts, strict=True)] == expected(40, 80, 8)
+
+
+def test_resume_with_another_global_batch(folders: tuple[str, str], tmp_path: Path) -> None:
+    fit(folders, tmp_path / "begun", max_steps=5)
+    resumed, trainer = fit(folders, tmp_path, data={"micro_batch_size": 3}, ckpt_path=tmp_path / "begun/5.ckpt")
+    assert resumed.seen == expected(20, 50, 6)
+    again, _ = fit(folders, tmp_path, ckpt_path=tmp_path / "10.ckpt", max_steps=12)
+    assert again.seen == expected(50, 58, 4)
+    assert trainer.datamodule.consumed_samples == 50
+
+
+@pytest.mark.parametrize("step", [5, 13, 15, 26])
+def test_epochs_of_one_pass(folders: tuple[str, str], tmp_path: Path, step: int) -> None:
+    """Two passes of 13 batches (52 of 53 samples: the one left over begins the second), resumed within and between them."""
+    saver = ModelCheckpoint(tmp_path, "epoch-{step}", every_n_epochs=1, save_top_k=-1, auto_insert_metric_name=False)
+    straight, trainer = fit(folders, tmp_path, callbacks=[saver], max_steps=-1, max_epochs=2)
+    assert trainer.num_training_batches == 13
+    assert straight.seen == expected(0, 104, 4)
+    path = tmp_path / (f"{step}.ckpt" if step % 5 == 0 else f"epoch-{step}.ckpt")
+    resumed, _ = fit(folders, tmp_path / "resumed", ckpt_path=path, max_steps=-1, max_epochs=2)
+    assert resumed.seen == straight.seen[step:]
+    assert torch.equal(resumed.weight, straight.weight) or step == 26
+
+
+@pytest.mark.parametrize("settings", [{"val_check_interval": 5}, {"limit_train_batches": 3}, {"max_epochs": 4}, {"val_check_interval": 2}])
+def test_resume_among_other_settings(folders: tuple[str, str], tmp_path: Path, settings: dict[str, Any]) -> None:
+    straight, _ = fit(folders, tmp_path / "straight", **settings, max_steps=20)
+    assert straight.seen == expected(0, 80, 4)
+    for step in (5, 10, 15):
+        resumed, _ = fit(folders, tmp_path / "resumed", **settings, max_steps=20, ckpt_path=tmp_path / f"straight/{step}.ckpt")
+        assert resumed.seen == straight.seen[step:]
+        assert torch.equal(resumed.weight, straight.weight)
+
+
+def test_finished_run_is_a_no_op(folders: tuple[str, str], tmp_path: Path) -> None:
+    finished, _ = fit(folders, tmp_path)
+    again, trainer = fit(folders, tmp_path / "again", ckpt_path=tmp_path / "10.ckpt")
+    assert again.seen == []
+    assert trainer.global_step == 10
+    assert torch.equal(again.weight, finished.weight)
+
+
+class Interrupt(Callback):
+    """Fails in the middle of a batch, with the loader's workers already ahead of it."""
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
+        if trainer.global_step == 7:
+            raise RuntimeError("pulled the plug")
+
+
+def test_resume_after_an_exception(folders: tuple[str, str], tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, "failed", save_on_exception=True)
+    with pytest.raises(RuntimeError, match="pulled the plug"):
+        fit(folders, tmp_path, data={"num_workers": 2}, callbacks=[Interrupt(), saver])
+    resumed, _ = fit(folders, tmp_path, ckpt_path=tmp_path / "failed.ckpt")
+    assert resumed.seen == expected(28, 40, 4)
+
+
+@pytest.mark.parametrize(("replicas", "num_workers"), [(1, 0), (1, 2), (2, 0), (4, 1)])
+def test_validation_is_fixed_and_padded(folders: tuple[str, str], tmp_path: Path, replicas: int, num_workers: int) -> None:
+    """7 samples, the last one 2 tokens short: every replica has as many batches, and every target comes once."""
+    data = {"num_workers": num_workers}
+    parts = [
+        fit(folders, tmp_path, data=data, rank=rank, replicas=replicas, max_steps=1, num_sanity_val_steps=0)[0] for rank in range(replicas)
+    ]
+    batches = [torch.cat(rows) for rows in zip(*(part.validated for part in parts), strict=True)]
+    assert len(batches) == -(-7 // (4 * replicas))
+    labels = torch.cat(batches)
+    assert labels[labels != IGNORE].tolist() == list(range(1, 7 * S + 1 - 2))
+    assert all(rows.shape == (4, S) for part in parts for rows in part.validated)
+
+
+def test_validation_limits(folders: tuple[str, str], tmp_path: Path) -> None:
+    module, _ = fit(folders, tmp_path, limit_val_batches=1, max_steps=1, num_sanity_val_steps=0)
+    assert [rows[:, 0].tolist() for rows in module.validated] == [[1, 5, 9, 13]]
+    module, _ = fit(folders, tmp_path, data={"validation_samples": 5}, max_steps=1, num_sanity_val_steps=0)
+    assert [rows[:, 0].tolist() for rows in module.validated] == [[1, 5, 9, 13], [17, IGNORE, IGNORE, IGNORE]]
+
+
+def test_validation_leaves_training_as_it_is(folders: tuple[str, str], tmp_path: Path) -> None:
+    with_it, _ = fit(folders, tmp_path, val_check_interval=2)
+    without, _ = fit((folders[0], ""), tmp_path, data={"validation_folder": None})
+    assert with_it.seen == without.seen
+    assert torch.equal(with_it.weight, without.weight)
+    assert without.validated == []
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_loaders_draw_no_random_numbers(folders: tuple[str, str], num_workers: int) -> None:
+    data = NanosetDataModule(folders[0], S, validation_folder=folders[1], num_workers=num_workers)
+    before = torch.get_rng_state()
+    assert len(list(data.train_dataloader())) == SAMPLES
+    assert len(list(data.val_dataloader())) == 7
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_validate_test_and_predict(folders: tuple[str, str], tmp_path: Path) -> None:
+    """They read the validation set, from a checkpoint of another seed too, and leave the position alone."""
+    _, trainer = fit(folders, tmp_path)
+    module, data = Recorder(), NanosetDataModule(folders[0], S, validation_folder=folders[1], micro_batch_size=4, seed=7)
+    trainer.validate(module, datamodule=data, ckpt_path=tmp_path / "5.ckpt", verbose=False)
+    trainer.test(module, datamodule=data, verbose=False)
+    assert len(module.validated) == 4
+    assert torch.equal(torch.cat(trainer.predict(module, datamodule=data)), torch.cat(module.validated[:2]))
+    with pytest.raises(ConfigError, match=r"data\.validation_folder is not set, but `test` needs it"):
+        trainer.test(module, datamodule=NanosetDataModule(folders[0], S), verbose=False)
+
+
+def test_overfit_batches_repeats_them(folders: tuple[str, str], tmp_path: Path) -> None:
+    module, _ = fit(folders, tmp_path, overfit_batches=2, max_steps=-1, max_epochs=3)
+    assert module.seen == expected(0, 8, 4) * 3
+
+
+def test_a_second_fit(folders: tuple[str, str], tmp_path: Path) -> None:
+    """The same trainer goes on; another trainer begins at the beginning, though the data module has resumed before."""
+    fit(folders, tmp_path)
+    data = NanosetDataModule(folders[0], S, micro_batch_size=4)
+    settings: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
+    trainer, module = Trainer(max_steps=10, **settings), Recorder()
+    trainer.fit(module, datamodule=data, ckpt_path=tmp_path / "5.ckpt")
+    trainer.fit_loop.epoch_loop.max_steps = 12
+    trainer.fit(module, datamodule=data)
+    assert module.seen == expected(20, 48, 4)
+    module = Recorder()
+    Trainer(max_steps=3, **settings).fit(module, datamodule=data)
+    assert module.seen == expected(0, 12, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 1}, r"data\.seed: the checkpoint was trained with 42, this run has 1"),
+        ({"sequence_length": 8}, r"data\.sequence_length: the checkpoint was trained with 4, this run has 8"),
+        ({"swap": True}, r"data\.dataset_folder: the checkpoint was trained with .*'tokens': 213.*, this run has .*'tokens': 27"),
+    ],
+)
+def test_refuses_to_resume_another_stream(folders: tuple[str, str], tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    fit(folders, tmp_path, max_steps=5)
+    swapped = folders[::-1] if change.pop("swap", False) else folders
+    with pytest.raises(ConfigError, match=message):
+        fit(swapped, tmp_path, data=change, ckpt_path=tmp_path / "5.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"micro_batch_size": 0}, r"data\.micro_batch_size is 0: give a whole number of at least 1"),
+        ({"batch_accumulation_per_replica": -1}, r"data\.batch_accumulation_per_replica is -1"),
+        ({"sequence_length": 0}, r"data\.sequence_length is 0"),
+        ({"num_workers": -1}, r"data\.num_workers is -1: give a whole number of at least 0"),
+        ({"validation_samples": 0}, r"data\.validation_samples is 0"),
+        ({"sequence_length": 500}, r"data\.dataset_folder: sequence_length 500 needs windows of 501 tokens, but .* holds 213 in all"),
+        ({"dataset_folder": "/nowhere"}, r"data\.dataset_folder: /nowhere is not a folder"),
+        ({"validation_folder": "/nowhere"}, r"data\.validation_folder: /nowhere is not a folder"),
+    ],
+)
+def test_bad_settings(folders: tuple[str, str], keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        NanosetDataModule(**{"dataset_folder": folders[0], "sequence_length": S, **keys})
+
+
+def test_vocabulary(folders: tuple[str, str]) -> None:
+    data = NanosetDataModule(folders[0], S, validation_folder=folders[1])
+    assert data.vocab_size is None  # these files do not say
+    data.check_vocabulary(213)
+    with pytest.raises(
+        ConfigError, match=r"data\.dataset_folder: .* has token ids up to 70, but the model's vocab_size is 70: .* at least 71"
+    ):
+        data.check_vocabulary(70)  # 71 tokens in the first file, which alone is looked at
+    data.check_vocabulary(100)
+    with pytest.raises(ConfigError, match=r"train holds token id \d+, but the model's vocab_size is 100"):
+        list(data.train_dataloader())
+
+
+def test_global_batch(folders: tuple[str, str], tmp_path: Path) -> None:
+    _, trainer = fit(folders, tmp_path, replicas=3)
+    assert trainer.datamodule.global_batch_tokens == S * 2 * 2 * 3
+    assert trainer.datamodule.consumed_samples == 10 * 12

@@ -1,0 +1,77 @@
+"""A tokenizer as `prepare` needs it: text to ids, the end-of-document id, and how many ids there are.
+
+Texts are encoded without the tokenizer's own special tokens (a BOS on every document would be one more token that nothing
+predicts); `prepare` appends the end-of-document token itself, as datatrove does.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int64
+from tokenizers import Tokenizer
+
+from lightning_3d.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class TextTokenizer:
+    """A fast tokenizer of the `tokenizers` library with what is known about it."""
+
+    backend: Tokenizer
+    name: str
+    vocab_size: int
+    eos_token_id: int | None
+
+    def encode(self, texts: list[str]) -> list[Int64[np.ndarray, "T"]]:
+        """Return the token ids of each text."""
+        return [np.array(encoding.ids, np.int64) for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def digest(self) -> str:
+        """Tell this tokenizer from another, wherever its files lie."""
+        return hashlib.blake2b(self.backend.to_str().encode(), digest_size=16).hexdigest()
+
+
+def load_tokenizer(path: str, eos_token: str | None = None) -> TextTokenizer:
+    """Load a tokenizer.json, a folder that holds one, or a folder of a `transformers` tokenizer.
+
+    Raises:
+        ConfigError: nothing there can be read as a fast tokenizer, or it does not know `eos_token`.
+    """
+    place = Path(path)
+    file = place / "tokenizer.json" if place.is_dir() else place
+    if not place.exists():
+        raise ConfigError(f"tokenizer: {path} does not exist: name a tokenizer.json, or a folder with a tokenizer")
+    backend, known_eos = _from_file(file) if file.is_file() else _from_transformers(path)
+    backend.no_truncation()
+    backend.no_padding()
+    eos_token = eos_token or known_eos
+    eos_token_id = backend.token_to_id(eos_token) if eos_token else None
+    if eos_token and eos_token_id is None:
+        raise ConfigError(f"eos_token: {path} has no token {eos_token!r}: name one of its tokens")
+    return TextTokenizer(backend, path, max(backend.get_vocab(with_added_tokens=True).values()) + 1, eos_token_id)
+
+
+def _from_file(file: Path) -> tuple[Tokenizer, str | None]:
+    """Return the tokenizer and the end-of-document token that the file beside it names."""
+    try:
+        backend = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigError(f"tokenizer: {file} is not a tokenizer of the `tokenizers` library: {error}") from None
+    config = file.with_name("tokenizer_config.json")
+    eos_token = json.loads(config.read_text(encoding="utf-8")).get("eos_token") if config.is_file() else None
+    return backend, eos_token["content"] if isinstance(eos_token, dict) else eos_token
+
+
+def _from_transformers(path: str) -> tuple[Tokenizer, str | None]:
+    """Return the fast tokenizer inside a `transformers` one, and its end-of-document token."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        return tokenizer.backend_tokenizer, tokenizer.eos_token
+    except (OSError, ValueError, AttributeError, ImportError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ConfigError(f"tokenizer: {path} holds neither a tokenizer.json nor a fast `transformers` tokenizer: {reason}") from None
