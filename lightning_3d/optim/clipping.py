@@ -26,7 +26,8 @@ def is_counted(tensor: Tensor, mesh: Mesh) -> bool:
     if isinstance(tensor, DTensor):
         placed = dict(zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True))
     dp_axes = {REPLICATE, SHARD} if SHARD in placed else {DP}
-    return all(index[axis] == 0 or (axis in placed and placed[axis].is_shard()) for axis in {TP} | dp_axes)
+    # Not is_shard(): what FSDP makes of a dim that tp has cut already (_StridedShard) does not call itself a shard.
+    return all(index[axis] == 0 or (axis in placed and not placed[axis].is_replicate()) for axis in {TP} | dp_axes)
 
 
 def gradient_norm(gradients: Iterable[Tensor], mesh: Mesh, norm_type: float = 2.0) -> Float[Tensor, ""]:

@@ -182,11 +182,14 @@ def _subclass(cls: type[nn.Module], tp: TensorParallel, region: Region, names: l
 
 
 def _local_property(name: str, scale: float) -> property:
-    """The module's own code sees the local tensor, everything that walks over its parameters the DTensor."""
+    """The module's own code sees the local tensor, everything that walks over its parameters the DTensor.
+
+    FSDP reads parameters as attributes too, but only while they are sharded over dp besides: those it gets as they are.
+    """
 
     def local(self: nn.Module) -> Tensor | None:
         parameter = self._parameters[name]
-        tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        tensor = parameter.to_local() if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1 else parameter
         return tensor if scale == 1.0 or tensor is None else tensor * scale
 
     return property(local)
