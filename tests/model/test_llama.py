@@ -47,23 +47,23 @@ def their_model(config, ours):
 def shapes(draw):
     kv_heads, groups, head_dim = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.sampled_from([None, 4, 10]))
     heads = kv_heads * groups
-    return dict(
-        vocab_size=draw(st.integers(5, 70)),
-        hidden_size=heads * 2 * draw(st.integers(2, 5)),
-        intermediate_size=draw(st.integers(3, 50)),
-        num_hidden_layers=draw(st.integers(1, 3)),
-        num_attention_heads=heads,
-        num_key_value_heads=draw(st.sampled_from([kv_heads, None])),
-        head_dim=head_dim,
-        max_position_embeddings=64,
-        rms_norm_eps=draw(st.sampled_from([1e-6, 1e-5])),
-        rope_theta=draw(st.sampled_from([1e4, 5e5])),
-        rope_scaling=draw(st.sampled_from(SCALINGS)),
-        tie_word_embeddings=draw(st.booleans()),
-        attention_bias=draw(st.booleans()),
-        mlp_bias=draw(st.booleans()),
-        initializer_range=draw(st.sampled_from([0.02, 0.2])),
-    )
+    return {
+        "vocab_size": draw(st.integers(5, 70)),
+        "hidden_size": heads * 2 * draw(st.integers(2, 5)),
+        "intermediate_size": draw(st.integers(3, 50)),
+        "num_hidden_layers": draw(st.integers(1, 3)),
+        "num_attention_heads": heads,
+        "num_key_value_heads": draw(st.sampled_from([kv_heads, None])),
+        "head_dim": head_dim,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": draw(st.sampled_from([1e-6, 1e-5])),
+        "rope_theta": draw(st.sampled_from([1e4, 5e5])),
+        "rope_scaling": draw(st.sampled_from(SCALINGS)),
+        "tie_word_embeddings": draw(st.booleans()),
+        "attention_bias": draw(st.booleans()),
+        "mlp_bias": draw(st.booleans()),
+        "initializer_range": draw(st.sampled_from([0.02, 0.2])),
+    }
 
 
 def randomise_norms_and_biases(model):
