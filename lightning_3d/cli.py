@@ -7,6 +7,11 @@ NanosetDataModule's options directly, or `class_path:` with any LightningModule 
 Only the parser of the command at hand is built: LightningCLI builds all four, which takes a second.
 """
 
+import logging
+import os
+import warnings
+from typing import Any
+
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -16,7 +21,7 @@ import lightning_3d.callbacks  # noqa: F401  (known by their last names from her
 from lightning_3d.datamodule import NanosetDataModule
 from lightning_3d.errors import ConfigError
 from lightning_3d.module import LlamaModule
-from lightning_3d.usage import OneLineErrors
+from lightning_3d.usage import OneLineErrors, one_line
 
 
 class Parser(OneLineErrors, LightningArgumentParser):
@@ -45,12 +50,22 @@ class CLI(LightningCLI):
         return {self.command: LightningCLI.subcommands()[self.command]}
 
     @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        self.config = parser.parse_args(args)  # LightningCLI's own warns when a program passes arguments on
+
+    @override
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_lightning_class_args(self.trainer_class, "trainer")
-        # Of the two types the first one counts where the YAML has no class_path.
-        parser.add_subclass_arguments((LlamaModule, LightningModule), "model", fail_untyped=False, required=True)
-        parser.add_subclass_arguments((NanosetDataModule, LightningDataModule), "data", fail_untyped=False, required=False)
-        parser.set_defaults({"trainer.strategy": {"class_path": "lightning_3d.ThreeDStrategy"}})
+        super().add_core_arguments_to_parser(parser)
+        # Where the YAML has no class_path, its keys are those of these classes.
+        defaults = {"trainer.strategy": "ThreeDStrategy", "model": "LlamaModule", "data": "NanosetDataModule"}
+        parser.set_defaults({key: {"class_path": f"lightning_3d.{name}"} for key, name in defaults.items()})
+
+    @override
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except (ValueError, MisconfigurationException) as error:
+            raise ConfigError(one_line(str(error))) from error
 
 
 def run(argv: list[str]) -> None:
@@ -59,7 +74,19 @@ def run(argv: list[str]) -> None:
     Raises:
         ConfigError: an option, a key or a combination that cannot work.
     """
+    quiet()
     try:
         CLI(argv[0], argv)
     except MisconfigurationException as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(one_line(str(error))) from error
+
+
+def quiet() -> None:
+    """Leave the screen to what concerns the run: from Lightning warnings only, from this package what rank 0 has to say."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    first = not int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("lightning_3d").setLevel(logging.INFO if first else logging.WARNING)
+    # Lightning 2.6 walks pytrees in a way that torch 2.13 deprecates; nothing that a user could mend.
+    warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")

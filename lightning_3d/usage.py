@@ -9,7 +9,11 @@ from typing import Any, NoReturn
 
 from lightning_3d.errors import ConfigError
 
-_REASON = re.compile(r"not accept|unrecognized|required|No such|not (find|found)|Unable to|[Ii]nvalid|Expected an? <class '(?!NoneType)")
+# Lines that say only where a reason stands, or that a value is not of one of the other types that it might have been.
+_FRAME = re.compile(
+    r"Parser key|Does not validate|Subtypes:|Errors:|Given value|Problem with given class_path|Import path|Not a valid subclass"
+    r"|Subclass types expect|a class path|a dict with|Expected an? <class '(NoneType|str)'>$"
+)
 
 
 class OneLineErrors:
@@ -27,6 +31,7 @@ class OneLineErrors:
 def one_line(message: str) -> str:
     """The key and the innermost reasons."""
     lines = [line.strip(" -") for line in message.splitlines() if line.strip()]
-    key = next((match[1] for line in lines if (match := re.search(r'[Kk]ey "([^"]+)"', line))), "")
-    reasons = list(dict.fromkeys(line for line in lines if _REASON.search(line))) or lines
-    return (f"{key}: " if key else "") + "; ".join(reasons)
+    key = next((match[1] for line in lines if (match := re.match(r'Parser key "([^"]+)"', line))), "")
+    reasons = list(dict.fromkeys(line for line in lines if not _FRAME.match(line))) or lines
+    text = "; ".join(reasons).replace("Expected a dot import path string:", "no class is known by this name, give its full path:")
+    return (f"{key}: " if key else "") + text

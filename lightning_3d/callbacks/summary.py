@@ -53,7 +53,11 @@ class Summary(ModelSummary):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        losses = {name: f"{float(first):.4f} -> {float(trainer.callback_metrics[name]):.4f}" for name, first in self._first.items()}
+        losses = {
+            name: change(float(self._first[name]), float(trainer.callback_metrics[name]))
+            for name in (self.loss, self.val_loss)
+            if name in self._first
+        }
         last = last_checkpoint(trainer)
         resume = {"resume": resume_command(last)} if last else {}
         show(trainer, {"steps": f"{trainer.global_step:,}", **losses, **folders(trainer, last), **resume})
@@ -72,13 +76,19 @@ class Summary(ModelSummary):
         return ", ".join(parts) or "unbounded"
 
 
+def change(first: float, last: float) -> str:
+    """From the first value to the last, and by what share."""
+    return f"{first:.4f} -> {last:.4f}" + (f" ({last / first - 1:+.0%})" if first else "")
+
+
 def layout(trainer: Trainer) -> str:
     """One line: the sizes of the axes, or the strategy's name, and the devices."""
     strategy, devices = trainer.strategy, f"{trainer.world_size} {trainer.strategy.root_device.type} rank" + "s" * (trainer.world_size > 1)
     dims = getattr(strategy, "dims", None)
     if dims is None:
         return f"{type(strategy).__name__} on {devices}"
-    return f"dp={dims.dp} x tp={dims.tp} x pp={dims.pp} on {devices}"
+    modes = ", ".join(str(getattr(strategy, name)) for name in ("data_parallel", "pp_engine") if hasattr(strategy, name))
+    return f"dp={dims.dp} x tp={dims.tp} x pp={dims.pp} on {devices}, {modes}"
 
 
 def folders(trainer: Trainer, last: str | None = None) -> dict[str, str]:
