@@ -260,14 +260,14 @@ def test_overfit_batches_repeats_them(folders: tuple[str, str], tmp_path: Path) 
 
 def test_a_second_fit(folders: tuple[str, str], tmp_path: Path) -> None:
     """The same trainer goes on; another trainer begins at the beginning, though the data module has resumed before."""
-    fit(folders, tmp_path)
+    fit(folders, tmp_path, data={"micro_batch_size": 3})  # 30 samples in 5 batches, so that counting batches of 4 would show
     data = NanosetDataModule(folders[0], S, micro_batch_size=4)
     settings: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
     trainer, module = Trainer(max_steps=10, **settings), Recorder()
     trainer.fit(module, datamodule=data, ckpt_path=tmp_path / "5.ckpt")
     trainer.fit_loop.epoch_loop.max_steps = 12
     trainer.fit(module, datamodule=data)
-    assert module.seen == expected(20, 48, 4)
+    assert module.seen == expected(30, 58, 4)
     module = Recorder()
     Trainer(max_steps=3, **settings).fit(module, datamodule=data)
     assert module.seen == expected(0, 12, 4)
