@@ -5,7 +5,9 @@ A further command is a line in FUNCTIONS: its options come from the function's s
 """
 
 import argparse
+import os
 import sys
+import time
 from importlib import import_module
 from typing import NamedTuple
 
@@ -41,9 +43,17 @@ def main(argv: list[str] | None = None) -> int:
         else:
             import_module("lightning_3d.cli").run(argv)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _show(error)
         return 2
     return 0
+
+
+def _show(error: ConfigError) -> None:
+    """One line from one rank where all have the same error: the first to end takes the others with it while they wait here."""
+    rank = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
+    if rank:
+        time.sleep(2)
+    sys.stderr.write(f"error{f' on rank {rank}' if rank else ''}: {error}\n")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -12,15 +12,20 @@ import os
 import warnings
 from typing import Any
 
-from lightning.pytorch import LightningDataModule, LightningModule
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-import lightning_3d.callbacks  # noqa: F401  (known by their last names from here on)
-from lightning_3d.datamodule import NanosetDataModule
+import lightning_3d.callbacks
+import lightning_3d.datamodule
+import lightning_3d.module  # noqa: F401
+from lightning_3d.checkpoint import latest_checkpoint
 from lightning_3d.errors import ConfigError
-from lightning_3d.module import LlamaModule
+from lightning_3d.parallel.plan import full_numel, render
+from lightning_3d.strategy import ThreeDStrategy
 from lightning_3d.usage import OneLineErrors, one_line
 
 
@@ -61,11 +66,59 @@ class CLI(LightningCLI):
         parser.set_defaults({key: {"class_path": f"lightning_3d.{name}"} for key, name in defaults.items()})
 
     @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument("--print_plan", action="store_true", help="Print how each stage is split over the ranks, and start nothing.")
+
+    @override
     def instantiate_classes(self) -> None:
         try:
             super().instantiate_classes()
         except (ValueError, MisconfigurationException) as error:
             raise ConfigError(one_line(str(error))) from error
+
+    @override
+    def after_instantiate_classes(self) -> None:
+        if self._get(self.config, "print_plan"):
+            print(plan_table(self.model, self.datamodule, self.trainer.strategy))
+            raise SystemExit(0)
+        options = self.config_init[self.command]
+        if options.get("ckpt_path") == "last":
+            options["ckpt_path"] = last_checkpoint(self.trainer)
+
+
+def plan_table(module: Any, datamodule: Any, strategy: Strategy) -> str:
+    """The plan of every stage, as text.
+
+    Raises:
+        ConfigError: the module or the strategy has no plan, or the layout is not possible.
+    """
+    plan = getattr(module, "tensor_parallel_plan", ())
+    if not plan or not isinstance(strategy, ThreeDStrategy):
+        names = f"{type(module).__name__} under {type(strategy).__name__}"
+        raise ConfigError(f"print_plan: {names} has no plan: it takes a module with a tensor_parallel_plan and ThreeDStrategy")
+    strategy.check(module, datamodule)
+    tables = []
+    for index in range(strategy.num_stages):
+        with torch.device("meta"):
+            stage = module.build_stage(index, strategy.num_stages)
+        table = render(stage, plan, tp=strategy.dims.tp, data_parallel=strategy.data_parallel, dp=strategy.dims.dp)
+        tables.append(f"stage {index} of {strategy.num_stages}, {full_numel(stage):,} parameters\n{table}")
+    return "\n\n".join(tables)
+
+
+def last_checkpoint(trainer: Trainer) -> str:
+    """The newest whole checkpoint where the run writes its checkpoints; Lightning's own ModelCheckpoint finds its own.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    folder = getattr(trainer.checkpoint_callback, "checkpoints_path", None)
+    if folder is None:
+        return "last"
+    latest = latest_checkpoint(folder)
+    if latest is None:
+        raise ConfigError(f"ckpt_path=last: there is no whole checkpoint in {folder}: leave ckpt_path out to begin anew, or name a folder")
+    return str(latest)
 
 
 def run(argv: list[str]) -> None:

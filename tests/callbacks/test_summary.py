@@ -26,7 +26,7 @@ def test_says_what_runs_and_what_came_of_it(fit, capsys, tmp_path) -> None:
 
     # |w|^2 / 2 with w times 0.9, 0.95, 0.9667 before the last step's loss, and 0.975 after it
     assert after["lm_loss"] == "2.5000 -> 1.7078 (-32%)"
-    assert after["val_lm_loss"] == "2.5000 -> 1.6236 (-35%)"
+    assert after["val_lm_loss"] == "2.5000 -> 1.6234 (-35%)"
     assert after["checkpoints"] == str(tmp_path / "checkpoints" / "step=4.ckpt")
     assert after["resume"] == f"trainer.fit(..., ckpt_path='{tmp_path}/checkpoints/step=4.ckpt')"
 

@@ -1,0 +1,202 @@
+"""The command line: what it takes, what it says, and what it runs."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_3d.__main__ import FUNCTIONS, TRAINER, main
+from lightning_3d.usage import one_line
+
+DATA = Path(__file__).parent / "data"
+LLAMA = {
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def recipe(**trainer: Any) -> dict[str, Any]:
+    """A run of two steps under a plain strategy: the processes' groups would outlive a test."""
+    folder = str(DATA / "nanoset_datatrove")
+    options = {"accelerator": "cpu", "devices": 1, "max_steps": 2, "log_every_n_steps": 1, "strategy": "auto", "logger": False}
+    return {
+        "model": {"llama": dict(LLAMA), "optim": {"learning_rate": 1e-3}},
+        "data": {
+            "dataset_folder": folder,
+            "validation_folder": folder,
+            "validation_samples": 4,
+            "sequence_length": 32,
+            "micro_batch_size": 2,
+        },
+        "trainer": options | {"enable_checkpointing": False, "callbacks": [{"class_path": "Summary"}]} | trainer,
+    }
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.chdir(tmp_path)
+
+    def to_file(content: dict[str, Any], name: str = "recipe.yaml") -> str:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_text(yaml.safe_dump(content))
+        return str(path)
+
+    return to_file
+
+
+def test_help_lists_the_commands_and_imports_nothing_heavy() -> None:
+    """The list in less than a tenth of the time of `import lightning.pytorch, transformers` (4 s): none of it is imported."""
+    heavy = {"torch", "lightning", "transformers", "jsonargparse"}
+    code = (
+        f"import sys; from lightning_3d.__main__ import main\ntry: main(['--help'])\nfinally: print(sorted({heavy} & sys.modules.keys()))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert out.splitlines()[-1] == "[]"
+    assert all(f"\n    {name} " in out for name in [*TRAINER, *FUNCTIONS])
+
+
+def test_each_command_has_its_options(capsys) -> None:
+    for command, option in [("fit", "--ckpt_path"), ("test", "--print_plan"), ("prepare", "--tokenizer")]:
+        with pytest.raises(SystemExit) as end:
+            main([command, "--help"])
+        assert end.value.code == 0
+        assert option in capsys.readouterr().out
+
+
+def test_fit_trains(write, capsys) -> None:
+    assert main(["fit", "--config", write(recipe())]) == 0
+    out = capsys.readouterr().out
+    assert "SingleDeviceStrategy on 1 cpu rank" in out
+    assert "lm_loss" in out
+
+
+@pytest.mark.parametrize("command", ["validate", "test", "predict"])
+def test_the_other_commands_run(write, command) -> None:
+    assert main([command, "--config", write(recipe())]) == 0
+
+
+def test_fragments_are_named_relative_to_the_file_that_names_them(write, capsys) -> None:
+    content = recipe(strategy="../configs/one.yaml", callbacks="../configs/callbacks.yaml")
+    write(content["model"].pop("llama"), "configs/llama.yaml")
+    write({"dp": 1, "sequence_parallel": True}, "configs/one.yaml")
+    write([{"class_path": "GradNorm"}], "configs/callbacks.yaml")
+    content["model"]["llama"] = "../configs/llama.yaml"
+    path = write(content, "recipes/recipe.yaml")
+    assert shown(capsys, "--config", path)["model"]["init_args"]["llama"]["hidden_size"] == 32
+    settings = shown(capsys, "--config", path, "--model.llama.hidden_size", "64", "--trainer.strategy.tp", "2")
+    assert settings["model"]["init_args"]["llama"] | LLAMA == settings["model"]["init_args"]["llama"] | {"hidden_size": 32}
+    assert settings["model"]["init_args"]["llama"]["hidden_size"] == 64
+    assert settings["trainer"]["strategy"]["class_path"] == "lightning_3d.ThreeDStrategy"
+    assert settings["trainer"]["strategy"]["init_args"]["tp"] == 2
+    assert settings["trainer"]["strategy"]["init_args"]["sequence_parallel"] is True
+    assert settings["trainer"]["callbacks"][0]["class_path"] == "lightning_3d.GradNorm"
+
+
+def shown(capsys: Any, *args: str) -> dict[str, Any]:
+    """What --print_config shows."""
+    with pytest.raises(SystemExit):
+        main(["fit", *args, "--print_config"])
+    return yaml.safe_load(capsys.readouterr().out)
+
+
+def test_any_module_and_strategy_can_be_named(write, capsys) -> None:
+    content = recipe(strategy={"class_path": "lightning.pytorch.strategies.SingleDeviceStrategy", "init_args": {"device": "cpu"}})
+    content["model"] = {"class_path": "lightning.pytorch.demos.boring_classes.BoringModel"}
+    content["data"] = {"class_path": "lightning.pytorch.demos.boring_classes.BoringDataModule"}
+    assert main(["fit", "--config", write(content)]) == 0
+
+
+def test_the_plan_is_shown_and_nothing_starts(write, capsys) -> None:
+    path = write(recipe(strategy={"tp": 2, "pp": 2}, devices=4))
+    with pytest.raises(SystemExit) as end:
+        main(["fit", "--config", path, "--print_plan"])
+    out = capsys.readouterr().out
+    assert end.value.code == 0
+    assert "stage 1 of 2" in out
+    assert "lm_loss" not in out
+    assert next(line.split() for line in out.splitlines() if "down_proj" in line)[1:7] == [
+        "1",
+        "(32,",
+        "64)",
+        "Replicate",
+        "Shard(1)",
+        "leave",
+    ]
+
+
+def change(content: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
+    *path, last = key.split(".")
+    place = content
+    for name in path:
+        place = place[name]
+    place[last] = value
+    return content
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "parts"),
+    [
+        ("trainer.max_stps", 3, ["trainer.max_stps"]),
+        ("trainr", {"max_steps": 3}, ["trainr"]),
+        ("model.llama.hiden_size", 3, ["llama", "hiden_size"]),
+        ("model.optim.learning_rat", 3, ["optim", "learning_rat"]),
+        ("data.sequence_lenth", 3, ["data", "sequence_lenth"]),
+        ("trainer.strategy", {"tpp": 2}, ["trainer.strategy", "tpp"]),
+        ("trainer.callbacks", [{"class_path": "GradNrm"}], ["trainer.callbacks", "GradNrm", "full path"]),
+        ("trainer.callbacks", [{"class_path": "Throughput", "init_args": {"attn": "full"}}], ["trainer.callbacks", "attn"]),
+        ("model.llama.hidden_size", "wide", ["llama.hidden_size", "int", "wide"]),
+        ("model.llama.num_key_value_heads", 3, ["num_attention_heads: 4", "num_key_value_heads: 3"]),
+        ("model.optim.lr_decay_style", "cosin", ["lr_decay_style", "cosine", "cosin"]),
+        ("data.dataset_folder", "nowhere", ["data.dataset_folder", "nowhere", "prepare"]),
+        ("trainer.strategy", {"tp": 2}, ["tp=2", "1 processes", "devices"]),
+        ("trainer.strategy", {"data_parallel": "zero9"}, ["data_parallel", "zero2", "zero9"]),
+        ("trainer.accelerator", "cuda", ["CUDAAccelerator", "cpu"]),
+        ("model", "nowhere.yaml", ["model", "nowhere.yaml"]),
+    ],
+)
+def test_a_users_error_is_one_line_that_names_it(write, capsys, key, value, parts) -> None:
+    assert main(["fit", "--config", write(change(recipe(), key, value))]) == 2
+    err = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("Seed set")]
+    assert len(err) == 1
+    assert err[0].startswith("error: ")
+    assert [part for part in parts if part not in err[0]] == []
+    assert len(err[0]) < 300
+
+
+def test_16_mixed_is_refused(write, capsys) -> None:
+    assert main(["fit", "--config", write(recipe(strategy={"dp": 1}, precision="16-mixed"))]) == 2
+    assert "16-mixed" in capsys.readouterr().err
+
+
+def test_functions_take_options_positionals_and_files(write, tmp_path, capsys) -> None:
+    (tmp_path / "a.txt").write_text("In the beginning was the word. " * 40)
+    (tmp_path / "b.txt").write_text("And the light shineth in darkness. " * 40)
+    options = {"tokenizer": str(DATA / "tokenizer_bpe512"), "output": "set", "num_workers": 1, "progress": False}
+    assert main(["prepare", "a.txt", "b.txt", "--config", write(options), "--append_eos", "false"]) == 0
+    summary = yaml.safe_load(capsys.readouterr().out)
+    assert summary["train"]["documents"] == 2
+    assert main(["prepare", "c.txt", "--config", write(options)]) == 2
+    assert "c.txt" in capsys.readouterr().err
+    assert main(["prepare", "a.txt", "--outptu", "x", "--config", write(options)]) == 2
+    assert capsys.readouterr().err == "error: unrecognized arguments: --outptu x\n"
+
+
+def test_one_line_keeps_the_reason_and_drops_the_frame() -> None:
+    message = """Parser key "model":
+      Does not validate against any of the Union subtypes
+      Subtypes: [<class 'A'>, <class 'NoneType'>]
+      Errors:
+        - Problem with given class_path 'A':
+            Option 'hiden_size' is not accepted
+        - Expected a <class 'NoneType'>
+      Given value type: <class 'dict'>"""
+    assert one_line(message) == "model: Option 'hiden_size' is not accepted"
+    assert one_line("Expected a <class 'str'>") == "Expected a <class 'str'>"
