@@ -6,6 +6,7 @@ The same module runs under a plain ``Trainer`` (one stage, one microbatch: the r
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from itertools import pairwise
 from typing import Any
 
 import lightning.pytorch as pl
@@ -66,7 +67,7 @@ class PipelineMixin:
         return {}
 
     def loss_weight(self, microbatch: Any) -> Tensor | float:
-        """What the microbatch's loss counts in the mean over the global batch: unmasked target tokens where there are ``labels``, else samples."""
+        """What the microbatch's loss counts in the mean over the global batch: unmasked tokens where there are labels, else samples."""
         if isinstance(microbatch, Mapping) and "labels" in microbatch:
             return (microbatch["labels"] != -100).sum()
         return float(len(tensor_leaves(microbatch)[0]))
@@ -82,7 +83,9 @@ class PipelineMixin:
             ConfigError: tensor parallelism without a plan.
         """
         if dims.tp > 1 and not self.tensor_parallel_plan and not hasattr(self, "parallelize_stage"):
-            raise ConfigError(f"tp={dims.tp}: {type(self).__name__} has no tensor_parallel_plan and no parallelize_stage(): define one, or set tp=1")
+            raise ConfigError(
+                f"tp={dims.tp}: {type(self).__name__} has no tensor_parallel_plan and no parallelize_stage(): define one, or set tp=1"
+            )
 
     def configure_model(self) -> None:
         """Build this rank's stages, once."""
@@ -96,7 +99,7 @@ class PipelineMixin:
         """Loss and metrics of a batch, the same on all ranks; with gradients enabled its backward has run when this returns."""
         step = getattr(self.trainer.strategy, "pipeline_step", None)  # type: ignore[attr-defined]
         if step is not None:
-            return step(batch)  # type: ignore[no-any-return]
+            return step(batch)
         result = self.pipeline_loss(self._forward_whole(batch), batch)
         loss, metrics = result if isinstance(result, tuple) else (result, {})
         weight = torch.as_tensor(self.loss_weight(batch), dtype=torch.float64, device=loss.device)
@@ -165,7 +168,7 @@ class LlamaModule(PipelineMixin, pl.LightningModule):
                 f"and add up to num_hidden_layers={llama.num_hidden_layers}"
             )
         ends = [sum(given[:index]) for index in range(num_stages + 1)]
-        return [range(start, end) for start, end in zip(ends, ends[1:], strict=False)]
+        return [range(start, end) for start, end in pairwise(ends)]
 
     def check_layout(self, dims: ParallelDims, num_stages: int) -> None:
         """Heads against tp, layers against stages, attention against the machine."""

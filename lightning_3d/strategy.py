@@ -105,6 +105,11 @@ class ThreeDStrategy(ModelParallelStrategy):
         return self._mesh
 
     @property
+    def _module(self) -> Any:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
     def num_stages(self) -> int:
         """Stages of the pipeline over all ranks."""
         return self.dims.pp * self.virtual_stages
@@ -112,7 +117,7 @@ class ThreeDStrategy(ModelParallelStrategy):
     @property
     def microbatches(self) -> int:
         """Microbatches in a training batch."""
-        return self._microbatch_count(getattr(self.lightning_module.trainer, "datamodule", None))  # type: ignore[union-attr]
+        return self._microbatch_count(getattr(self._module.trainer, "datamodule", None))
 
     def _microbatch_count(self, datamodule: Any) -> int:
         return self.batch_accumulation_per_replica or getattr(datamodule, "batch_accumulation_per_replica", None) or self.dims.pp
@@ -120,7 +125,7 @@ class ThreeDStrategy(ModelParallelStrategy):
     def parameter_counts(self) -> tuple[int, int]:
         """Number of parameters (of the whole model, on this rank); collective."""
         if self._stages is None:
-            count = sum(p.numel() for p in self.lightning_module.parameters())  # type: ignore[union-attr]
+            count = sum(p.numel() for p in self._module.parameters())
             return count, count
         return self._stages.counts(self.mesh, self.root_device)
 
@@ -130,15 +135,15 @@ class ThreeDStrategy(ModelParallelStrategy):
         assert self.cluster_environment is not None
         started = self.cluster_environment.world_size() if self.cluster_environment.creates_processes_externally else None
         world_size = self.num_nodes * self.num_processes
-        if started not in (None, world_size):
+        if started is not None and started != world_size:
             raise ConfigError(
                 f"trainer.devices={self.num_processes} x num_nodes={self.num_nodes} = {world_size}, but {started} processes were started: "
-                f"set trainer.devices to {(started or 0) // self.num_nodes} (not auto)"
+                f"set trainer.devices to {started // self.num_nodes} (not auto)"
             )
         self._dims = ParallelDims.resolve(world_size=world_size, **self._sizes)
         self._launcher = RankLauncher(self.check, self.cluster_environment, self.num_processes, self.num_nodes)
 
-    def check(self, module: "pl.LightningModule", datamodule: Any) -> None:
+    def check(self, module: Any, datamodule: Any) -> None:
         """Whether this module can run in this layout; called before processes start.
 
         Raises:
@@ -149,10 +154,14 @@ class ThreeDStrategy(ModelParallelStrategy):
         check_engine(self.pp_engine, pp=self.dims.pp, virtual_stages=self.virtual_stages, microbatches=count)
         missing = [name for name in ("build_stage", "pipeline_loss", "pipeline_step") if not hasattr(module, name)]
         if self.dims.pp > 1 and missing:
-            raise TypeError(f"pp={self.dims.pp}: {type(module).__name__} lacks {missing}: derive it from PipelineMixin and define them, or set pp=1")
+            raise TypeError(
+                f"pp={self.dims.pp}: {type(module).__name__} lacks {missing}: derive it from PipelineMixin and define them, or set pp=1"
+            )
         length = getattr(datamodule, "sequence_length", None)
         if self.sequence_parallel and length and length % self.dims.tp:
-            raise ConfigError(f"sequence_length={length} is not divisible by tp={self.dims.tp}, as sequence_parallel: true needs: change one")
+            raise ConfigError(
+                f"sequence_length={length} is not divisible by tp={self.dims.tp}, as sequence_parallel: true needs: change one"
+            )
         if hasattr(module, "check_layout"):
             module.check_layout(self.dims, self.num_stages)
         if hasattr(module, "check_data"):
@@ -160,7 +169,8 @@ class ThreeDStrategy(ModelParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        self.accelerator.setup_device(self.root_device)  # type: ignore[union-attr]
+        assert self.accelerator is not None
+        self.accelerator.setup_device(self.root_device)
         self._setup_distributed()
         if self._mesh is None:  # fit, then test: new groups would leak
             self._mesh = Mesh.build(self.dims, self.root_device.type)
@@ -197,13 +207,14 @@ class ThreeDStrategy(ModelParallelStrategy):
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
-        assert self.model is not None and self.accelerator is not None
+        assert self.model is not None
+        assert self.accelerator is not None
         self.accelerator.setup(trainer)
         _materialize_distributed_module(self.model, self.root_device)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         if self._stages is None:  # a plain module, without PipelineMixin
-            self._gradients = Gradients(dict(self.lightning_module.named_parameters()), self.mesh, set(), {})  # type: ignore[union-attr]
+            self._gradients = Gradients(dict(self._module.named_parameters()), self.mesh, set(), {})
             start_equal(self.model, self.mesh)
         self._guard = BatchGuard(self.mesh, self.root_device)
         self._metrics_over_dp()
@@ -216,10 +227,10 @@ class ThreeDStrategy(ModelParallelStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
 
     def _metrics_over_dp(self) -> None:
-        """torchmetrics would add up over the world, i.e. count each sample tp x pp times."""
+        """Torchmetrics would add up over the world, i.e. count each sample tp x pp times."""
         from torchmetrics import Metric
 
-        for metric in self.model.modules():  # type: ignore[union-attr]
+        for metric in self._module.modules():
             if isinstance(metric, Metric) and metric.process_group is None:
                 metric.process_group = self.mesh.dp_group
 
@@ -237,7 +248,7 @@ class ThreeDStrategy(ModelParallelStrategy):
     def pipeline_forward(self, batch: Any) -> list[Any]:
         """What the module's ``pipeline_output`` makes of each microbatch, on all ranks of the pipeline."""
         with torch.no_grad():
-            return self._step.forward(batch, self._evaluate, self.lightning_module.pipeline_output)  # type: ignore[union-attr,operator]
+            return self._step.forward(batch, self._evaluate, self._module.pipeline_output)
 
     @override
     def on_train_start(self) -> None:
@@ -247,8 +258,8 @@ class ThreeDStrategy(ModelParallelStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._together.stop_if_asked()
         self._guard.check(batch)
-        trainer = self.lightning_module.trainer  # type: ignore[union-attr]
-        automatic = self.lightning_module.automatic_optimization  # type: ignore[union-attr]
+        trainer = self._module.trainer
+        automatic = self._module.automatic_optimization
         self._zero_grad_is_next = automatic and batch_idx % trainer.accumulate_grad_batches == 0
 
     @contextmanager
@@ -281,9 +292,7 @@ class ThreeDStrategy(ModelParallelStrategy):
         self._precision_plugin = None if plugin is None else self._clipping(plugin)
 
     def _clipping(self, plugin: Precision) -> Precision:
-        return with_global_clipping(
-            plugin, clip_norm=self._clip_norm, clip_value=self._clip_value, after_backward=self._after_backward
-        )
+        return with_global_clipping(plugin, clip_norm=self._clip_norm, clip_value=self._clip_value, after_backward=self._after_backward)
 
     def gradient_norm(self) -> Tensor:
         """The norm of the gradients that the optimizer is about to use, over the whole model; collective."""
@@ -341,12 +350,12 @@ class ThreeDStrategy(ModelParallelStrategy):
         if storage_options is not None:
             raise ConfigError("storage_options of save_checkpoint() have no effect on sharded checkpoints: leave them out")
         if self._together.all_arrived():
-            save(self.broadcast(str(filepath)), self.lightning_module, self.optimizers, checkpoint)
+            save(self.broadcast(str(filepath)), self._module, self.optimizers, checkpoint)
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         path = self.broadcast(str(checkpoint_path))
-        restore(path, self.lightning_module, self.optimizers)
+        restore(path, self._module, self.optimizers)
         return load_trainer_state(path)
 
     @override
@@ -365,8 +374,9 @@ class ThreeDStrategy(ModelParallelStrategy):
     def teardown(self) -> None:
         self._together.forget_signals()
         super().teardown()
-        if self.lightning_module is not None and self.lightning_module.trainer.state.status == TrainerStatus.INTERRUPTED:
-            self._launcher.end_children()  # type: ignore[union-attr]
+        if self.lightning_module is not None and self._module.trainer.state.status == TrainerStatus.INTERRUPTED:
+            assert isinstance(self._launcher, RankLauncher)
+            self._launcher.end_children()
 
 
 def _gradients_of(optimizer: Optimizer) -> list[Tensor]:

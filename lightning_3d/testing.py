@@ -83,9 +83,10 @@ class RankPool:
             if not ready:
                 raise TimeoutError(self._give_up(sorted(pending.values())))
             for connection in ready:
-                rank = pending.pop(connection)  # type: ignore[index]
+                assert isinstance(connection, Connection)
+                rank = pending.pop(connection)
                 try:
-                    failed, results[rank] = connection.recv()  # type: ignore[union-attr]
+                    failed, results[rank] = connection.recv()
                 except EOFError:
                     failed, results[rank] = True, f"the process of rank {rank} ended\n"
                 if failed:
@@ -130,7 +131,12 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], rank: int, world_
 
     # The variables of torchrun, so that a Trainer made by the function finds the processes as it would there.
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
-    os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "TORCHELASTIC_RUN_ID": "rank_pool", "GROUP_RANK": "0"}
+    os.environ |= {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "TORCHELASTIC_RUN_ID": "rank_pool",
+        "GROUP_RANK": "0",
+    }
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=GLOO_TIMEOUT_S))
     dtype = torch.get_default_dtype()
     try:

@@ -64,6 +64,7 @@ class AdamW:
         Args:
             parameters: this rank's, by their global names.
             all_names: the whole model's, which the exclusion patterns are checked against.
+            train_steps: optimizer steps of the whole run.
         """
         groups = decay_groups(parameters, self.weight_decay, self.weight_decay_exclude_named_params, all_names)
         betas = (self.adam_beta1, self.adam_beta2)

@@ -1,7 +1,7 @@
 """Forward only, through the same stages as training: validation, test and predict.
 
 torch's ``schedule.eval()`` will not do: it divides live gradients, keeps activations, fails on V-shaped placements and is bound to
-one number and shape of microbatches. Here each stage receives, computes and sends, microbatch by microbatch, so that the pipeline fills and drains.
+one number and shape of microbatches. Here each stage receives, computes and sends, microbatch by microbatch: the pipeline fills and drains.
 The shapes that stages exchange are sent once for each new shape of microbatch.
 """
 

@@ -77,12 +77,6 @@ class Gradients:
         held = {name: p.grad for name, p in self._parameters.items() if self._tied.get(name, [mine])[0] == mine}
         return {name: gradient for name, gradient in held.items() if gradient is not None}
 
-    def counted_once(self) -> dict[str, Tensor]:
-        """The gradients in ``p.grad``, of tied copies only the first holder's."""
-        mine = self._mesh.coord.pp
-        held = {name: p.grad for name, p in self._parameters.items() if self._tied.get(name, [mine])[0] == mine}
-        return {name: gradient for name, gradient in held.items() if gradient is not None}
-
     def _add(self, fresh: Mapping[str, Tensor]) -> None:
         for name, gradient in fresh.items():
             parameter = self._parameters[name]
@@ -118,4 +112,4 @@ class _HandOver(torch.autograd.Function):
 def hand_over(loss: Tensor, deliver: Callable[[Tensor], None]) -> Tensor:
     """The loss as an autograd tensor whose backward(g) calls ``deliver(g)``, once."""
     anchor = torch.zeros((), device=loss.device, requires_grad=True)
-    return _HandOver.apply(anchor, loss, deliver)  # type: ignore[no-any-return]
+    return _HandOver.apply(anchor, loss, deliver)

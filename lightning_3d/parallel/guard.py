@@ -47,8 +47,8 @@ class BatchGuard:
             first = dims.rank(pp=0, dp=dims.coord(rank).dp, tp=0)
             if value != sums[first]:
                 raise ConfigError(
-                    f"ranks {first} and {rank} belong to one model replica but got different batches (batch {self._seen - 1}): make the data "
-                    "depend on the dp coord alone (strategy.distributed_sampler_kwargs), not on the rank or on a global random generator"
+                    f"ranks {first} and {rank} belong to one model replica but got different batches (batch {self._seen - 1}): make the "
+                    "data depend on the dp coord alone (strategy.distributed_sampler_kwargs), not on the rank or a global generator"
                 )
 
 

@@ -53,7 +53,7 @@ def vocab_parallel_token_losses(
     """
     start, _ = local_range(vocab_size, tp.size, tp.index)
     assert logits.shape[-1] == local_range(vocab_size, tp.size, tp.index)[1] - start
-    return _VocabParallelLosses.apply(logits, labels, start, tp.group)  # type: ignore[no-any-return]
+    return _VocabParallelLosses.apply(logits, labels, start, tp.group)
 
 
 def vocab_parallel_argmax(logits: Float[Tensor, "B S V/tp"], vocab_size: int, tp: TensorParallel) -> Int[Tensor, "B S"]:

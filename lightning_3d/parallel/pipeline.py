@@ -7,6 +7,7 @@ The loss is scaled before its backward (``scale_grads=False``): one place owns t
 """
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any, Literal, Protocol, get_args
 
 import torch
@@ -56,13 +57,17 @@ def check_engine(engine: str, *, pp: int, virtual_stages: int, microbatches: int
         )
     rounds = max(1, microbatches // pp)
     if engine == "interleaved_1f1b" and microbatches % rounds:
-        raise ConfigError(f"batch_accumulation_per_replica={microbatches} does not suit interleaved_1f1b with pp={pp}: use a multiple of {pp}")
+        raise ConfigError(
+            f"batch_accumulation_per_replica={microbatches} does not suit interleaved_1f1b with pp={pp}: use a multiple of {pp}"
+        )
 
 
 def split_layers(num_layers: int, num_stages: int, *, first_cost: float = 0.0, last_cost: float = 0.0) -> list[range]:
     """Contiguous layers for each stage, such that the dearest stage is as cheap as can be; every stage has at least one layer.
 
     Args:
+        num_layers: layers of the model.
+        num_stages: stages of the pipeline.
         first_cost: what the first stage does besides its layers (embedding), in layers.
         last_cost: what the last stage does besides its layers (norm and head), in layers.
 
@@ -70,7 +75,9 @@ def split_layers(num_layers: int, num_stages: int, *, first_cost: float = 0.0, l
         ConfigError: more stages than layers.
     """
     if num_stages > num_layers:
-        raise ConfigError(f"pp x virtual_stages = {num_stages} stages, but num_hidden_layers={num_layers}: each stage needs at least one layer")
+        raise ConfigError(
+            f"pp x virtual_stages = {num_stages} stages, but num_hidden_layers={num_layers}: each stage needs at least one layer"
+        )
     extra = [0.0] * num_stages
     extra[0] += first_cost
     extra[-1] += last_cost
@@ -86,7 +93,7 @@ def split_layers(num_layers: int, num_stages: int, *, first_cost: float = 0.0, l
     for row in reversed(best[1:]):
         ends.append(ends[-1] - row[ends[-1]][1])
     ends.reverse()
-    return [range(start, end) for start, end in zip(ends, ends[1:], strict=False)]
+    return [range(start, end) for start, end in pairwise(ends)]
 
 
 class TrainingRunner:
@@ -98,7 +105,13 @@ class TrainingRunner:
     """
 
     def __init__(
-        self, stages: Mapping[int, nn.Module], num_stages: int, mesh: Mesh, engine: Engine, work: StageWork, loss: Callable[[int, Any], Tensor]
+        self,
+        stages: Mapping[int, nn.Module],
+        num_stages: int,
+        mesh: Mesh,
+        engine: Engine,
+        work: StageWork,
+        loss: Callable[[int, Any], Tensor],
     ) -> None:
         self._stages, self._num_stages, self._mesh, self._engine = stages, num_stages, mesh, engine
         self._work, self._loss = work, loss

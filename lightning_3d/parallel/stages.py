@@ -1,4 +1,7 @@
-"""This rank's stages: built on the meta device, cut over tp, sharded over dp, then given memory and weights. No process holds the whole model."""
+"""This rank's stages: built on the meta device, cut over tp, sharded over dp, then given memory and weights.
+
+No process ever holds the whole model.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

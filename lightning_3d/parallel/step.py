@@ -85,7 +85,7 @@ class StepRunner:
         return result
 
     def forward(self, batch: Any, runner: EvaluationRunner, output_of: Callable[[Any, Any], Any]) -> list[Any]:
-        """What ``output_of(output, microbatch)`` makes of the last stage's outputs, a list over microbatches, on every rank of the pipeline.
+        """What ``output_of(output, microbatch)`` makes of the last stage's outputs, by microbatch, on every rank of the pipeline.
 
         Shapes: what the module returns.
         Placement: the last stage -> all stages.
@@ -113,7 +113,9 @@ class StepRunner:
         return loss, {name: value.detach() for name, value in metrics.items()}
 
     def _weights(self) -> Tensor:
-        return torch.stack([torch.as_tensor(self._work.loss_weight(m), dtype=torch.float64, device=self._device) for m in self._microbatches])
+        return torch.stack(
+            [torch.as_tensor(self._work.loss_weight(m), dtype=torch.float64, device=self._device) for m in self._microbatches]
+        )
 
     def _total(self, weights: Tensor) -> Tensor:
         """The weight of the global batch.
@@ -121,7 +123,7 @@ class StepRunner:
         Shapes: (microbatches,) -> ().
         Placement: each replica's sum -> replicated over dp.
         Communication: all-reduce, dp, 8 bytes a rank.
-        Source: PITFALLS of mean-of-means; TorchTitan issue 1842.
+        Source: TorchTitan issue 1842 (a mean of ranks' means is wrong).
         """
         total = weights.sum()
         if self._mesh.dims.dp > 1:
@@ -154,7 +156,9 @@ class StepRunner:
         if kind not in self._names:
             box = [mine]
             if self._mesh.dims.pp > 1:
-                dist.broadcast_object_list(box, dist.get_global_rank(self._mesh.pp_group, self._mesh.dims.pp - 1), group=self._mesh.pp_group)
+                dist.broadcast_object_list(
+                    box, dist.get_global_rank(self._mesh.pp_group, self._mesh.dims.pp - 1), group=self._mesh.pp_group
+                )
             self._names[kind] = box[0]
         if self._is_last and mine != self._names[kind]:
             raise ConfigError(f"pipeline_loss() returned metrics {mine}, but {self._names[kind]} before: return the same ones every time")

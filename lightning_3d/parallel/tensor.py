@@ -113,7 +113,9 @@ class TensorParallel:
 
     def _scatter(self, x: Tensor) -> Tensor:
         if x.shape[1] % self.size:
-            raise ConfigError(f"sequence_length={x.shape[1]} is not divisible by tp={self.size}, as sequence_parallel: true needs: change one")
+            raise ConfigError(
+                f"sequence_length={x.shape[1]} is not divisible by tp={self.size}, as sequence_parallel: true needs: change one"
+            )
         return scatter_sequence(x, self.group)
 
     @staticmethod
@@ -123,12 +125,12 @@ class TensorParallel:
     def enter(self, x: Tensor) -> Tensor:
         """(B, S, D) or (B, S/tp, D) -> (B, S, D), for every rank to work on its own columns."""
         pair = (self._gather, self._scatter) if self.sequence_parallel else (self._same, self._sum)
-        return _Communicate.apply(x, *pair)  # type: ignore[no-any-return]
+        return _Communicate.apply(x, *pair)
 
     def leave(self, x: Tensor) -> Tensor:
         """Partial sums (B, S, D) -> (B, S, D) or (B, S/tp, D)."""
         pair = (self._scatter, self._gather) if self.sequence_parallel else (self._sum, self._same)
-        return _Communicate.apply(x, *pair)  # type: ignore[no-any-return]
+        return _Communicate.apply(x, *pair)
 
 
 # ---- modules -------------------------------------------------------------------------------------------------------------
@@ -188,9 +190,11 @@ def _local_property(name: str, scale: float) -> property:
     """
 
     def local(self: nn.Module) -> Tensor | None:
-        parameter = self._parameters[name]
-        tensor = parameter.to_local() if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1 else parameter
-        return tensor if scale == 1.0 or tensor is None else tensor * scale
+        parameter: Tensor | None = self._parameters[name]
+        if not isinstance(parameter, DTensor) or parameter.device_mesh.ndim > 1:
+            return parameter
+        tensor = parameter.to_local()
+        return tensor if scale == 1.0 else tensor * scale
 
     return property(local)
 

@@ -1,0 +1,126 @@
+"""Every layout computes what one process computes: losses, unclipped gradients, norms, and weights after clipped steps, in float64.
+
+All 20 layouts (dp, tp, pp) with product 1, 2, 4 and 8 run. Over them, sequence parallelism, schedule, data-parallel mode, accumulation,
+tied embeddings and optimizer are chosen pairwise: every pair of two options' values that can occur together does. `make test-slow` runs
+the full product.
+"""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from pairwise import all_cases, pairwise
+from plain_llama import train
+from scenario import CLIP, LEARNING_RATE, Scenario, global_batches, run
+
+from lightning_3d.model.config import LlamaConfig
+from lightning_3d.model.llama import LlamaStage
+from lightning_3d.seeding import materialise
+from lightning_3d.testing import RankPool
+
+GRADIENT_TOLERANCE, WEIGHT_TOLERANCE = 1e-12, 1e-10
+LAYOUTS = [(d, t, p) for d in (1, 2, 4, 8) for t in (1, 2, 4, 8) for p in (1, 2, 4, 8) if d * t * p in (1, 2, 4, 8)]
+OPTIONS: dict[str, list[Any]] = {
+    "layout": LAYOUTS,
+    "sequence_parallel": [False, True],
+    "engine": ["afab", "1f1b", "interleaved_1f1b"],
+    "mode": ["ddp", "zero2", "fsdp", "hsdp"],
+    "accumulate": [1, 2],
+    "tied": [False, True],
+    "optimizer": ["sgd", "adamw"],
+}
+
+
+def allowed(case: dict[str, Any]) -> bool:
+    """Combinations that differ from another one; hsdp needs two copies of two shards."""
+    dp, tp, pp = case["layout"]
+    if (tp == 1 and case["sequence_parallel"]) or (pp == 1 and case["engine"] != "1f1b") or (dp == 1 and case["mode"] != "ddp"):
+        return False
+    return case["mode"] != "hsdp" or dp >= 4
+
+
+def scenario(case: dict[str, Any]) -> Scenario:
+    dp, tp, pp = case["layout"]
+    rest = {key: value for key, value in case.items() if key != "layout"}
+    return Scenario(dp, tp, pp, virtual=2 if case["engine"] == "interleaved_1f1b" and pp <= 4 else 1, **rest)
+
+
+def runnable(s: Scenario) -> bool:
+    return s.engine != "interleaved_1f1b" or s.virtual > 1
+
+
+def name(s: Scenario) -> str:
+    parts = [
+        f"dp{s.dp}tp{s.tp}pp{s.pp}",
+        s.engine,
+        s.mode,
+        s.optimizer,
+        f"acc{s.accumulate}",
+        *["sp"] * s.sequence_parallel,
+        *["tied"] * s.tied,
+    ]
+    return "-".join(parts)
+
+
+ALL = [s for case in all_cases(OPTIONS, allowed) if runnable(s := scenario(case))]
+PAIRWISE = [s for case in pairwise(OPTIONS, lambda c: allowed(c) and runnable(scenario(c))) if (s := scenario(case))]
+
+
+def start_weights(s: Scenario) -> dict[str, torch.Tensor]:
+    """The seed's weights, drawn for the whole model in this process."""
+    config = LlamaConfig(**s.model)
+    with torch.device("meta"):
+        whole = LlamaStage(config, range(config.num_hidden_layers), first=True, last=True)
+    materialise(whole, 42, torch.device("cpu"))
+    return {key: weight.detach() for key, weight in whole.named_parameters()}
+
+
+@cache
+def reference(s: Scenario) -> dict[str, Any]:
+    """The plain loop; it depends on the sizes of batch and model only."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        weights = start_weights(s)
+        model = s.model | {"z_loss": 1e-3}
+        return {"start": weights} | train(weights, model, global_batches(s), s.optimizer, s.accumulate, LEARNING_RATE, CLIP)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def check(s: Scenario, ranks: list[dict[str, Any]]) -> None:
+    plain = reference(replace(s, sequence_parallel=False, engine="1f1b", mode="ddp"))
+    held: set[str] = set()
+    for rank, seen in enumerate(ranks):
+        assert (seen["losses"], seen["norms"]) == (ranks[0]["losses"], ranks[0]["norms"]), f"rank {rank} sees other numbers"
+        held |= seen["weights"].keys()
+        for key, weight in seen["start"].items():
+            assert torch.equal(weight, plain["start"][key]), f"{key} starts otherwise on rank {rank}"
+        for key, gradient in seen["gradients"].items():
+            torch.testing.assert_close(
+                gradient, plain["gradients"][key], rtol=0, atol=GRADIENT_TOLERANCE, msg=lambda m, k=key: f"gradient of {k}: {m}"
+            )
+        for key, weight in seen["weights"].items():
+            torch.testing.assert_close(
+                weight, plain["weights"][key], rtol=0, atol=WEIGHT_TOLERANCE, msg=lambda m, k=key: f"weight {k}: {m}"
+            )
+    assert held == plain["weights"].keys()
+    assert ranks[0]["losses"] == pytest.approx(plain["losses"], rel=0, abs=1e-12)
+    assert ranks[0]["norms"] == pytest.approx(plain["norms"], rel=0, abs=1e-12)
+    assert min(plain["norms"]) > CLIP  # else clipping is not under test
+
+
+@pytest.mark.parametrize("s", sorted(PAIRWISE, key=lambda s: s.world_size), ids=name)
+def test_layout_equals_one_process(s: Scenario, pool: RankPool) -> None:
+    check(s, pool.run(run, s.world_size, (s,)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("s", sorted(set(ALL) - set(PAIRWISE), key=lambda s: s.world_size), ids=name)
+def test_every_layout_equals_one_process(s: Scenario, pool: RankPool) -> None:
+    check(s, pool.run(run, s.world_size, (s,)))
+
+
+def test_the_selection_covers_all_layouts() -> None:
+    assert {(s.dp, s.tp, s.pp) for s in PAIRWISE} == set(LAYOUTS)
