@@ -3,8 +3,9 @@
     with RankPool() as pool:
         losses = pool.run(train_two_steps, world_size=4, args=(recipe,))
 
-Importing torch and Lightning takes seconds, so the processes stay alive between calls; each call gets a fresh process
-group of its own size (a tenth of a second). A call that fails or outlives its time ends all processes; the next starts anew.
+Importing torch and Lightning takes seconds, so the processes stay alive between calls, in one group for each world size, with one default
+process group each: torch caches meshes by their shape, so a process must not leave its group for another. A call that fails or outlives
+its time ends the processes of its group; the next call starts new ones.
 """
 
 import datetime
@@ -19,24 +20,26 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 GLOO_TIMEOUT_S = 60
+MAX_PROCESSES = 8
+MAX_CALLS = 100  # each call leaves process groups behind, with two threads each
 
 
 class RankPool:
     """Worker processes, started when first needed and reused.
 
     Args:
-        threads: OMP threads of each process; by default one, since 8 processes on 2 cores gain nothing from more.
+        max_processes: over all world sizes; groups that were not used for longest make room for a new one.
     """
 
-    def __init__(self, threads: int = 1) -> None:
-        self._threads = threads
-        self._workers: list[tuple[Any, Connection]] = []
-        self._stacks = Path(tempfile.mkdtemp(prefix="rank_pool_"))
+    def __init__(self, max_processes: int = MAX_PROCESSES) -> None:
+        self._max_processes = max_processes
+        self._groups: dict[int, _Group] = {}  # by world size, the last used is last
 
     def run(self, function: Callable[..., Any], world_size: int, args: tuple[Any, ...] = (), timeout_s: float = 120) -> list[Any]:
         """Call ``function(*args)`` on every rank (it must be importable, i.e. not a lambda) and return the results by rank.
@@ -45,19 +48,26 @@ class RankPool:
             RuntimeError: with the traceback of the first rank that failed.
             TimeoutError: after ``timeout_s`` seconds, with the stacks of the ranks that were still running.
         """
-        self._grow(world_size)
-        port = _free_port()
-        for rank, (_, connection) in enumerate(self._workers[:world_size]):
-            connection.send((function, args, rank, world_size, port))
-        return self._collect(world_size, time.monotonic() + timeout_s)
+        group = self._groups.pop(world_size, None)
+        if group is not None and group.calls >= MAX_CALLS:
+            group.close()
+            group = None
+        if group is None:
+            self._make_room(world_size)
+            group = _Group(world_size)
+        try:
+            results = group.run(function, args, timeout_s)
+        except BaseException:
+            group.close()
+            raise
+        self._groups[world_size] = group
+        return results
 
     def close(self) -> None:
         """End all processes."""
-        for process, connection in self._workers:
-            process.kill()
-            process.join()
-            connection.close()
-        self._workers.clear()
+        for group in self._groups.values():
+            group.close()
+        self._groups.clear()
 
     def __enter__(self) -> "RankPool":
         return self
@@ -65,42 +75,72 @@ class RankPool:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _grow(self, size: int) -> None:
+    def _make_room(self, world_size: int) -> None:
+        while self._groups and sum(self._groups) + world_size > self._max_processes:
+            self._groups.pop(next(iter(self._groups))).close()
+
+
+class _Group:
+    """The processes of one world size."""
+
+    def __init__(self, world_size: int) -> None:
+        self.calls = 0
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks_")
+        self._workers: list[tuple[SpawnProcess, Connection]] = []
+        port = _free_port()
+        # A process has one thread unless the caller says otherwise: 8 processes on few cores gain nothing from more.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
         context = multiprocessing.get_context("spawn")
-        os.environ.setdefault("OMP_NUM_THREADS", str(self._threads))
-        for index in range(len(self._workers), size):
+        for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, str(self._stacks / f"{index}.txt")), daemon=True)
+            process = context.Process(target=_work, args=(theirs, rank, world_size, port, str(self._stacks(rank))), daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))
 
-    def _collect(self, world_size: int, deadline: float) -> list[Any]:
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> list[Any]:
+        self.calls += 1
+        deadline = time.monotonic() + timeout_s
+        for _, connection in self._workers:
+            connection.send((function, args))
         results: dict[int, Any] = {}
-        pending = {connection: rank for rank, (_, connection) in enumerate(self._workers[:world_size])}
+        pending = {connection: rank for rank, (_, connection) in enumerate(self._workers)}
         while pending:
             ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise TimeoutError(self._give_up(sorted(pending.values())))
+                raise TimeoutError(self._who_waits_where(sorted(pending.values())))
             for connection in ready:
                 assert isinstance(connection, Connection)
                 rank = pending.pop(connection)
-                try:
-                    failed, results[rank] = connection.recv()
-                except EOFError:
-                    failed, results[rank] = True, f"the process of rank {rank} ended\n"
-                if failed:
-                    self.close()
-                    raise RuntimeError(f"rank {rank} of {world_size} failed:\n{results[rank]}")
-        return [results[rank] for rank in range(world_size)]
+                results[rank] = _receive(connection, rank, len(self._workers))
+        return [results[rank] for rank in range(len(self._workers))]
 
-    def _give_up(self, ranks: list[int]) -> str:
+    def close(self) -> None:
+        for process, connection in self._workers:
+            process.kill()
+            process.join()
+            connection.close()
+        self._folder.cleanup()
+
+    def _stacks(self, rank: int) -> Path:
+        return Path(self._folder.name) / f"{rank}.txt"
+
+    def _who_waits_where(self, ranks: list[int]) -> str:
         for rank in ranks:
-            os.kill(self._workers[rank][0].pid, signal.SIGUSR2)
+            os.kill(self._workers[rank][0].pid or 0, signal.SIGUSR2)
         time.sleep(1)
-        stacks = "\n".join(f"--- rank {rank}\n" + (self._stacks / f"{rank}.txt").read_text() for rank in ranks)
-        self.close()
+        stacks = "\n".join(f"--- rank {rank}\n" + self._stacks(rank).read_text() for rank in ranks if self._stacks(rank).exists())
         return f"ranks {ranks} did not finish in time\n{stacks}"
+
+
+def _receive(connection: Connection, rank: int, world_size: int) -> Any:
+    try:
+        failed, result = connection.recv()
+    except EOFError:
+        failed, result = True, "its process ended"
+    if failed:
+        raise RuntimeError(f"rank {rank} of {world_size} failed:\n{result}")
+    return result
 
 
 def _free_port() -> int:
@@ -109,38 +149,29 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _work(connection: Connection, stacks: str) -> None:
-    with open(stacks, "w") as file:
-        faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
+def _work(connection: Connection, rank: int, world_size: int, port: int, stacks: str) -> None:
+    file = open(stacks, "w")  # noqa: SIM115  (faulthandler keeps it)
+    faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
+    try:
+        import torch
+        import torch.distributed as dist
+
+        # The variables of torchrun, so that a Trainer made by the function finds the processes as it would there.
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
+        os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "TORCHELASTIC_RUN_ID": "rank_pool"}
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=GLOO_TIMEOUT_S))
         while True:
-            try:
-                function, args, rank, world_size, port = connection.recv()
-            except EOFError:
-                return
-            try:
-                result = (False, _call(function, args, rank, world_size, port))
-            except BaseException:
-                result = (True, traceback.format_exc())
+            function, args = connection.recv()
+            torch.set_default_dtype(torch.float32)
+            result = _call(function, args)
             sys.stdout.flush()
             connection.send(result)
+    except EOFError:
+        return
 
 
-def _call(function: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, port: int) -> Any:
-    import torch
-    import torch.distributed as dist
-
-    # The variables of torchrun, so that a Trainer made by the function finds the processes as it would there.
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
-    os.environ |= {
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "TORCHELASTIC_RUN_ID": "rank_pool",
-        "GROUP_RANK": "0",
-    }
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=GLOO_TIMEOUT_S))
-    dtype = torch.get_default_dtype()
+def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, Any]:
     try:
-        return function(*args)
-    finally:
-        torch.set_default_dtype(dtype)
-        dist.destroy_process_group()
+        return False, function(*args)
+    except BaseException:
+        return True, traceback.format_exc()
