@@ -115,7 +115,9 @@ def test_any_module_and_strategy_can_be_named(write, capsys) -> None:
 
 
 def test_the_plan_is_shown_and_nothing_starts(write, capsys) -> None:
-    path = write(recipe(strategy={"tp": 2, "pp": 2}, devices=4))
+    content = recipe(strategy={"tp": 2, "pp": 2}, devices=4)
+    content["data"]["batch_accumulation_per_replica"] = 2
+    path = write(content)
     with pytest.raises(SystemExit) as end:
         main(["fit", "--config", path, "--print_plan"])
     out = capsys.readouterr().out
@@ -174,6 +176,28 @@ def test_a_users_error_is_one_line_that_names_it(write, capsys, key, value, part
 def test_16_mixed_is_refused(write, capsys) -> None:
     assert main(["fit", "--config", write(recipe(strategy={"dp": 1}, precision="16-mixed"))]) == 2
     assert "16-mixed" in capsys.readouterr().err
+
+
+def test_losses_are_the_same_alone_in_two_stages_and_under_torchrun(write) -> None:
+    """One process, two under Lightning's launcher, two under torchrun: the same samples, weights and steps."""
+    content = recipe(strategy={"pp": 2}, devices=2)
+    content["data"]["batch_accumulation_per_replica"] = 2
+    path = write(content)
+    launchers = [
+        (["-m", "lightning_3d"], ["--trainer.devices", "1", "--trainer.strategy.pp", "1"]),
+        (["-m", "lightning_3d"], []),
+        (["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29631", "-m", "lightning_3d"], []),
+    ]
+    losses = [losses_of([*launcher, "fit", "--config", path, *options]) for launcher, options in launchers]
+    assert losses[0][0] > 5
+    assert losses[1] == losses[2] == pytest.approx(losses[0], abs=2e-4)
+
+
+def losses_of(command: list[str]) -> list[float]:
+    """First and last lm_loss, from the summary at the end."""
+    out = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=240, check=True).stdout
+    line = next(line for line in out.splitlines() if line.strip().startswith("lm_loss"))
+    return [float(line.split()[1]), float(line.split()[3])]
 
 
 def test_functions_take_options_positionals_and_files(write, tmp_path, capsys) -> None:
