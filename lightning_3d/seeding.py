@@ -10,9 +10,10 @@ import hashlib
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_3d.errors import ConfigError
+from lightning_3d.placement import local_chunk
 
 
 def seed_of(seed: int, name: str) -> int:
@@ -76,7 +77,8 @@ def _empty(tensor: Tensor) -> Tensor:
 @torch.no_grad()
 def _copy_slice(whole: Tensor, target: Tensor) -> None:
     if isinstance(target, DTensor):
-        whole = whole.to(target.device)
-        target.to_local().copy_(distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None).to_local())
+        for dim, (offset, size) in enumerate(zip(*local_chunk(target), strict=True)):
+            whole = whole.narrow(dim, offset, size)
+        target.to_local().copy_(whole)
     else:
         target.copy_(whole)

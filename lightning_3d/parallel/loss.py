@@ -10,7 +10,8 @@ import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lightning_3d.parallel.tensor import TensorParallel, local_range
+from lightning_3d.parallel.tensor import TensorParallel
+from lightning_3d.placement import local_range
 
 
 class _VocabParallelLosses(torch.autograd.Function):

@@ -25,18 +25,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_3d.errors import ConfigError
+from lightning_3d.placement import local_range
 
 Region = Literal["enter", "inside", "leave"]
 
 # Renamed in torch 2.13; both names do the same.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def local_range(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Where part ``index`` of ``parts`` of a dim of ``size`` begins and ends; the last parts may be short or empty, as in DTensor."""
-    chunk = -(-size // parts)
-    return min(index * chunk, size), min((index + 1) * chunk, size)
 
 
 # ---- collectives ---------------------------------------------------------------------------------------------------------
