@@ -39,6 +39,7 @@ class PipelineMixin:
 
     init_seed: int = 42
     tensor_parallel_plan: tuple[Row, ...] = ()
+    tensor_parallel: TensorParallel | None = None  # set by the strategy where tp > 1
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -146,7 +147,6 @@ class LlamaModule(PipelineMixin, pl.LightningModule):
         super().__init__()
         self.llama, self.optim, self.z_loss_coefficient = llama, optim or AdamW(), z_loss_coefficient
         self.stage_layers, self.init_seed = stage_layers, init_seed
-        self.tensor_parallel: TensorParallel | None = None  # set by the strategy
         settings = {"llama": asdict(llama), "optim": asdict(self.optim), "z_loss_coefficient": z_loss_coefficient}
         self.save_hyperparameters(settings | {"init_seed": init_seed})
 

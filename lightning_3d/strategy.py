@@ -21,6 +21,7 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -260,7 +261,8 @@ class ThreeDStrategy(ModelParallelStrategy):
         self._guard.check(batch)
         trainer = self._module.trainer
         automatic = self._module.automatic_optimization
-        self._zero_grad_is_next = automatic and batch_idx % trainer.accumulate_grad_batches == 0
+        own = any(is_overridden(hook, self._module) for hook in ("optimizer_zero_grad", "on_before_zero_grad"))  # may keep or read them
+        self._zero_grad_is_next = automatic and not own and batch_idx % trainer.accumulate_grad_batches == 0
 
     @contextmanager
     @override
@@ -294,13 +296,13 @@ class ThreeDStrategy(ModelParallelStrategy):
     def _clipping(self, plugin: Precision) -> Precision:
         return with_global_clipping(plugin, clip_norm=self._clip_norm, clip_value=self._clip_value, after_backward=self._after_backward)
 
-    def gradient_norm(self) -> Tensor:
-        """The norm of the gradients that the optimizer is about to use, over the whole model; collective."""
+    def gradient_norm(self, optimizer: Optimizer | None = None, norm_type: float = 2.0) -> Tensor:
+        """The norm of the gradients that the optimizer (else all of them) is about to use, over the whole model; collective."""
         assert self._gradients is not None
-        return gradient_norm(self._gradients.counted_once().values(), self.mesh)
+        return gradient_norm(self._gradients.counted_once(optimizer and _parameters_of(optimizer)), self.mesh, norm_type)
 
     def _clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
-        self.last_grad_norm = self.gradient_norm()
+        self.last_grad_norm = self.gradient_norm(optimizer)
         scale_to_norm(_gradients_of(optimizer), self.last_grad_norm, max_norm)
 
     def _clip_value(self, optimizer: Optimizer, limit: float) -> None:
@@ -379,5 +381,9 @@ class ThreeDStrategy(ModelParallelStrategy):
             self._launcher.end_children()
 
 
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def _gradients_of(optimizer: Optimizer) -> list[Tensor]:
-    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return [parameter.grad for parameter in _parameters_of(optimizer) if parameter.grad is not None]

@@ -6,7 +6,7 @@ multiplies them by g, reduces them over the ranks and puts them into ``p.grad``,
 does to the loss (scale it, add a term, accumulate, several losses in a step) is right, since gradients are linear in the loss.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -29,12 +29,15 @@ class Gradients:
     def __init__(self, parameters: Mapping[str, nn.Parameter], mesh: Mesh, partial: set[str], tied: Mapping[str, list[int]]) -> None:
         self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         self._mesh, self._partial, self._tied = mesh, partial, tied
-        self._unreduced = False  # p.grad holds sums of earlier batches of an accumulation that no rank has seen but this one
+        # Sums of the earlier batches of an accumulation, which no other rank has seen. Not in p.grad: what ordinary autograd puts there
+        # (a user's L2 term) is whole on every rank and must not be added up over them.
+        self._unreduced: dict[str, Tensor] = {}
 
     def run_apart(self, schedule: Callable[[], None]) -> dict[str, Tensor]:
         """Run a schedule and return the gradients that it made, leaving those that were there as they were."""
         before = {name: p.grad for name, p in self._parameters.items()}
-        self.drop()
+        for parameter in self._parameters.values():
+            parameter.grad = None
         try:
             schedule()
             return {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
@@ -44,25 +47,21 @@ class Gradients:
 
     def drop(self) -> None:
         """Free all gradients."""
+        self._unreduced = {}
         for parameter in self._parameters.values():
             parameter.grad = None
 
     def deliver(self, fresh: dict[str, Tensor], scale: Tensor, *, reduce: bool) -> None:
-        """Multiply by ``scale`` and add to ``p.grad``, reduced over dp (and tp, and tied stages) unless an accumulation goes on."""
+        """Multiply by ``scale``, reduce over dp (and tp, and tied stages), add to ``p.grad``; while an accumulation goes on, keep them."""
         locals_ = [local(gradient) for gradient in fresh.values()]
         if locals_:
             torch._foreach_mul_(locals_, scale.to(locals_[0].dtype))
-        if not reduce:
+        for name, gradient in self._unreduced.items():
+            fresh[name] = fresh[name] + gradient if name in fresh else gradient
+        self._unreduced = {} if reduce else fresh
+        if reduce:
+            self._reduce(fresh)
             self._add(fresh)
-            self._unreduced = True
-            return
-        if self._unreduced:
-            self._add(fresh)
-            fresh = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
-            self.drop()
-            self._unreduced = False
-        self._reduce(fresh)
-        self._add(fresh)
 
     def reduce_in_place(self) -> None:
         """Reduce what a plain ``loss.backward()`` left in ``p.grad``, to the mean over dp as under DDP."""
@@ -71,11 +70,12 @@ class Gradients:
             torch._foreach_div_([local(gradient) for gradient in fresh.values()], self._mesh.dims.dp)
             add_up(list(fresh.values()), self._mesh.dp_group)
 
-    def counted_once(self) -> dict[str, Tensor]:
-        """The gradients in ``p.grad``, of tied copies only the first holder's."""
+    def counted_once(self, of: Iterable[Tensor] | None = None) -> list[Tensor]:
+        """The gradients in ``p.grad`` (of the parameters given, else of all), of tied copies only the first holder's."""
         mine = self._mesh.coord.pp
-        held = {name: p.grad for name, p in self._parameters.items() if self._tied.get(name, [mine])[0] == mine}
-        return {name: gradient for name, gradient in held.items() if gradient is not None}
+        wanted = None if of is None else {id(parameter) for parameter in of}
+        held = [p for name, p in self._parameters.items() if self._tied.get(name, [mine])[0] == mine]
+        return [p.grad for p in held if p.grad is not None and (wanted is None or id(p) in wanted)]
 
     def _add(self, fresh: Mapping[str, Tensor]) -> None:
         for name, gradient in fresh.items():

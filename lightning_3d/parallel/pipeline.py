@@ -8,7 +8,7 @@ The loss is scaled before its backward (``scale_grads=False``): one place owns t
 
 from collections.abc import Callable, Mapping
 from itertools import pairwise
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ ENGINES: tuple[str, ...] = get_args(Engine)
 MAX_SCHEDULES = 8  # a schedule holds its receive buffers: keep a few shapes (lengths change by data stage), not all of them
 
 
+@runtime_checkable  # tests check types while they run
 class StageWork(Protocol):
     """What the runners need of a module: its stages' inputs and its loss."""
 

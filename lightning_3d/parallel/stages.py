@@ -5,7 +5,7 @@ No process ever holds the whole model.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from lightning_3d.parallel.tied import find_tied
 from lightning_3d.seeding import materialise
 
 
+@runtime_checkable
 class StageBuilder(Protocol):
     """What building needs of a module."""
 

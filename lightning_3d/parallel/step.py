@@ -7,7 +7,7 @@ tp group contributes), which is reduction over dp and broadcast over pp in one c
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from lightning_3d.parallel.pipeline import StageWork, TrainingRunner
 Metrics = dict[str, Tensor]
 
 
+@runtime_checkable
 class StepWork(StageWork, Protocol):
     """What a step needs of a module besides its stages."""
 
