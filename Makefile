@@ -16,9 +16,11 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
+# Goes on where an earlier run stopped; `rm -r runs/tiny_llama` begins anew.
 train: $(READY)
 	$(BIN)/python recipes/python_corpus.py
-	OMP_NUM_THREADS=1 $(BIN)/python -m lightning_3d fit --config recipes/tiny_llama.yaml $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m lightning_3d fit --config recipes/tiny_llama.yaml \
+		$(if $(wildcard runs/tiny_llama/checkpoints/step-*),--ckpt_path last) $(ARGS)
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow' $(ARGS)

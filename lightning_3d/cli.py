@@ -19,9 +19,9 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-import lightning_3d.callbacks
 import lightning_3d.datamodule
-import lightning_3d.module  # noqa: F401
+import lightning_3d.module  # noqa: F401  (jsonargparse knows a class by its last name once the class is imported)
+from lightning_3d.callbacks import Checkpoint
 from lightning_3d.checkpoint import latest_checkpoint
 from lightning_3d.errors import ConfigError
 from lightning_3d.parallel.plan import full_numel, render
@@ -107,17 +107,19 @@ def plan_table(module: Any, datamodule: Any, strategy: Strategy) -> str:
 
 
 def last_checkpoint(trainer: Trainer) -> str:
-    """The newest whole checkpoint where the run writes its checkpoints; Lightning's own ModelCheckpoint finds its own.
+    """The newest whole checkpoint of the run; still "last" where only Lightning's ModelCheckpoint writes some, which Lightning finds.
 
     Raises:
         ConfigError: there is none.
     """
-    folder = getattr(trainer.checkpoint_callback, "checkpoints_path", None)
-    if folder is None:
+    folders = [callback.checkpoints_path for callback in trainer.checkpoint_callbacks if isinstance(callback, Checkpoint)]
+    if not folders:
         return "last"
-    latest = latest_checkpoint(folder)
+    latest = latest_checkpoint(folders[0])
     if latest is None:
-        raise ConfigError(f"ckpt_path=last: there is no whole checkpoint in {folder}: leave ckpt_path out to begin anew, or name a folder")
+        raise ConfigError(
+            f"ckpt_path=last: there is no whole checkpoint in {folders[0]}: leave ckpt_path out to begin anew, or name a folder"
+        )
     return str(latest)
 
 

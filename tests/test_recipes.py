@@ -56,4 +56,5 @@ def test_recipe_trains(recipe: Path, tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     assert re.search(r"step 2/2 \| lm_loss [56]\.\d+ .*\| grad_norm [\d.]+ \| tokens_per_sec", run.stdout)
     assert re.search(r"val_lm_loss +[56]\.\d+ -> ", run.stdout)
+    assert [path.name for path in tmp_path.glob("runs/*/checkpoints/*")] == ["step-2"]
     assert list(tmp_path.rglob("events.out.tfevents.*")), "TensorBoard logs"

@@ -52,7 +52,7 @@ class Summary(ModelSummary):
         self._remember(trainer, self.val_loss)
 
     @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         losses = {
             name: change(float(self._first[name]), float(trainer.callback_metrics[name]))
             for name in (self.loss, self.val_loss)
@@ -93,7 +93,8 @@ def layout(trainer: Trainer) -> str:
 
 def folders(trainer: Trainer, last: str | None = None) -> dict[str, str]:
     """Where checkpoints and logs are, or will be."""
-    checkpoints = last or getattr(trainer.checkpoint_callback, "dirpath", None)
+    callback = trainer.checkpoint_callback
+    checkpoints = last or getattr(callback, "checkpoints_path", None) or getattr(callback, "dirpath", None)
     logs = [logger.log_dir or logger.save_dir for logger in trainer.loggers if hasattr(logger, "log_dir") or logger.save_dir]
     shown = {"checkpoints": checkpoints, "logs": ", ".join(str(log) for log in logs)}
     return {name: str(value) for name, value in shown.items() if value}
