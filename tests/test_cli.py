@@ -200,6 +200,29 @@ def losses_of(command: list[str]) -> list[float]:
     return [float(line.split()[1]), float(line.split()[3])]
 
 
+def test_a_run_goes_on_from_its_last_checkpoint(write, capsys) -> None:
+    saver = {"class_path": "lightning_3d.Checkpoint", "init_args": {"checkpoints_path": "saved", "checkpoint_interval": 1}}
+    path = write(recipe(callbacks=["Summary", "lightning_3d.ProgressBar", saver], enable_checkpointing=True))
+    steps = ["--trainer.max_steps", "3"]
+    assert main(["fit", "--config", path, "--ckpt_path", "last"]) == 2
+    assert "no whole checkpoint in saved" in capsys.readouterr().err
+    assert main(["fit", "--config", path]) == 0
+    assert main(["fit", "--config", path, *steps]) == 2, "would overwrite the run"
+    capsys.readouterr()
+    for checkpoint in ("last", "saved/step-2"):
+        Path("saved/step-3").unlink(missing_ok=True)
+        assert main(["fit", "--config", path, *steps, "--ckpt_path", checkpoint]) == 0
+        out = capsys.readouterr().out
+        assert "2 of 3 steps done" in out
+        assert [line.split(" | ")[0] for line in out.splitlines() if "lm_loss" in line and line.startswith("step")] == ["step 3/3"] * 2
+    assert main(["fit", "--config", path, *steps, "--ckpt_path", "last"]) == 0, "a finished run has nothing left to do"
+    out = capsys.readouterr().out
+    assert "3, all of them done before" in out
+    assert "step 3/3 | lm_loss" not in out
+    assert "saved/step-3" in out
+    assert main(["validate", "--config", path, "--ckpt_path", "last"]) == 0
+
+
 def test_functions_take_options_positionals_and_files(write, tmp_path, capsys) -> None:
     (tmp_path / "a.txt").write_text("In the beginning was the word. " * 40)
     (tmp_path / "b.txt").write_text("And the light shineth in darkness. " * 40)

@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
@@ -77,8 +78,10 @@ class ProgressBar(TQDMProgressBar):
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_validation_end(trainer, pl_module)
+        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:  # `validate` ends with Lightning's table
+            return
         shown = {name: value for name, value in self.get_metrics(trainer, pl_module).items() if name.startswith("val")}
-        if self.plain and self.is_enabled and shown and not trainer.sanity_checking:
+        if self.plain and self.is_enabled and shown:
             self._print(trainer, shown)
 
     @override

@@ -59,8 +59,9 @@ class Summary(ModelSummary):
             if name in self._first
         }
         last = last_checkpoint(trainer)
-        resume = {"resume": resume_command(last)} if last else {}
-        show(trainer, {"steps": f"{trainer.global_step:,}", **losses, **folders(trainer, last), **resume})
+        steps = f"{trainer.global_step:,}" + ("" if self._first else ", all of them done before")
+        resume = {"resume": resume_command(trainer, last)} if last else {}
+        show(trainer, {"steps": steps, **losses, **folders(trainer, last), **resume})
 
     def _remember(self, trainer: Trainer, name: str) -> None:
         """Keep the first value, as a tensor: nobody waits for the device here."""
@@ -101,18 +102,22 @@ def folders(trainer: Trainer, last: str | None = None) -> dict[str, str]:
 
 
 def last_checkpoint(trainer: Trainer) -> str | None:
-    """The newest checkpoint that the run has written."""
+    """The newest checkpoint that the run has written, else the one that it went on from."""
     callback = trainer.checkpoint_callback
-    paths = (getattr(callback, name, None) for name in ("last_model_path", "best_model_path"))
-    return next((str(path) for path in paths if path), None)
+    paths = [getattr(callback, name, None) for name in ("last_model_path", "best_model_path")]
+    return next((str(path) for path in [*paths, trainer.ckpt_path] if path), None)
 
 
-def resume_command(checkpoint: str) -> str:
-    """What to type to go on from ``checkpoint``: the command line of this run if it is ours, else a line of Python."""
-    main = sys.modules["__main__"]
-    if getattr(main, "__package__", None) != "lightning_3d":
+def resume_command(trainer: Trainer, checkpoint: str) -> str:
+    """What to type to go on from ``checkpoint``, for twice the steps if all are done: our command line, or a line of Python."""
+    if getattr(sys.modules["__main__"], "__package__", None) != "lightning_3d":
         return f"trainer.fit(..., ckpt_path={checkpoint!r})"
-    return shlex.join(["python", "-m", "lightning_3d", *sys.argv[1:], "--ckpt_path", "last"])
+    options = {"--ckpt_path": "last"}
+    if 0 < trainer.max_steps <= trainer.global_step:
+        options["--trainer.max_steps"] = str(2 * trainer.max_steps)
+    old = [i for i, word in enumerate(sys.argv) if word in options]
+    words = [word for i, word in enumerate(sys.argv) if i and i not in old and i - 1 not in old]
+    return shlex.join(["python", "-m", "lightning_3d", *words, *(word for option in options.items() for word in option)])
 
 
 def show(trainer: Trainer, lines: dict[str, str]) -> None:

@@ -1,3 +1,5 @@
+import sys
+
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
 from lightning.pytorch.loggers import CSVLogger
@@ -43,3 +45,13 @@ def test_asks_the_strategy_for_the_whole_models_size(fit, capsys) -> None:
 def test_stands_in_for_lightnings_summary(fit) -> None:
     trainer, _ = fit(Summary())
     assert [type(c) for c in trainer.callbacks if isinstance(c, ModelSummary)] == [Summary]
+
+
+def test_shows_the_command_that_goes_on(fit, capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "__package__", "lightning_3d")
+    monkeypatch.setattr(
+        sys, "argv", ["x", "fit", "--config", "a b.yaml", "--ckpt_path", "old", "--trainer.max_steps", "4", "--seed_everything", "1"]
+    )
+    fit(Summary(), ModelCheckpoint(tmp_path), enable_checkpointing=True, max_steps=4, max_epochs=None)
+    command = "python -m lightning_3d fit --config 'a b.yaml' --seed_everything 1 --ckpt_path last --trainer.max_steps 8"
+    assert shown(capsys.readouterr().out)[1]["resume"] == command
