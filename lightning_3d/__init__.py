@@ -8,10 +8,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_3d.callbacks import Checkpoint as Checkpoint
     from lightning_3d.callbacks import GradNorm as GradNorm
     from lightning_3d.callbacks import ProgressBar as ProgressBar
     from lightning_3d.callbacks import Summary as Summary
     from lightning_3d.callbacks import Throughput as Throughput
+    from lightning_3d.checkpoint import latest_checkpoint as latest_checkpoint
     from lightning_3d.datamodule import NanosetDataModule as NanosetDataModule
     from lightning_3d.module import LlamaModule as LlamaModule
     from lightning_3d.module import PipelineMixin as PipelineMixin
@@ -24,10 +26,12 @@ _HOME = {
     "PipelineMixin": "module",
     "LlamaModule": "module",
     "NanosetDataModule": "datamodule",
+    "Checkpoint": "callbacks",
     "GradNorm": "callbacks",
     "ProgressBar": "callbacks",
     "Summary": "callbacks",
     "Throughput": "callbacks",
+    "latest_checkpoint": "checkpoint",
 }
 __all__ = [*_HOME]
 

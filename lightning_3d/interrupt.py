@@ -1,17 +1,21 @@
 """All ranks end together: when one is told to stop, and when one fails.
 
 A signal handler must not communicate, and a rank that acts on its own leaves the others waiting in a collective. So SIGTERM only sets a
-flag; the ranks agree at the start of the next batch and stop at the same step, where a checkpoint callback can save on all of them.
-When a rank fails alone, nobody may wait for it: a save in progress of the exception first finds out whether all ranks came.
+flag; the ranks agree before the next optimizer step and stop at the same one, where a checkpoint callback can save on all of them. Every
+process then ends with code 143, also those that were not told. In evaluation there is nothing to save: the rank that is told ends at once.
+
+When a rank fails alone, nobody may wait for it: a save that follows an exception first finds out whether all ranks came. Its process ends,
+the others see their connections to it close, and whoever started them ends what is left: torchrun, or rank 0 under Lightning's launcher.
 """
 
+import atexit
 import datetime
 import logging
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,7 +23,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
@@ -27,7 +31,8 @@ log = logging.getLogger(__name__)
 
 EXIT_CODE_SIGTERM = 143  # 128 + 15, as a shell reports it
 ARRIVAL_TIMEOUT_S = 10
-GRACE_S = 5
+STOP_TIMEOUT_S = 30  # for the other processes to finish their loggers after an agreed stop
+FAILURE_TIMEOUT_S = 1  # for the other processes to say what they have to say after a failure
 
 
 class RankLauncher(_SubprocessScriptLauncher):
@@ -49,14 +54,22 @@ class RankLauncher(_SubprocessScriptLauncher):
         if not self.procs:  # fit, then test: the processes are there
             super()._call_children_scripts()
 
-    def end_children(self) -> None:
-        """Give the processes that this one started a few seconds to end, then kill them."""
-        deadline = time.monotonic() + GRACE_S
-        for process in self.procs:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
+    def end_children_at_exit(self, timeout_s: float, *, expected: bool) -> None:
+        """When this process ends, after it has shown its error, give those that it started some seconds, then kill them.
+
+        If they are ``expected`` to end with a code other than 0, Lightning's observer must not kill this process when one does.
+        """
+        atexit.register(_end, list(self.procs), timeout_s)
+        if expected:
+            self.procs.clear()  # the list that the observer watches
+
+
+def _end(processes: Sequence["subprocess.Popen[bytes]"], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline and any(process.poll() is None for process in processes):
+        time.sleep(0.05)
+    for process in processes:
+        process.kill()
 
 
 class EndTogether:
@@ -65,9 +78,14 @@ class EndTogether:
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self._asked = False
-        self._previous: Any = None
+        self._agreed = False
         self._group: dist.ProcessGroup | None = None
         self.is_lost = False  # a rank is gone: nothing may wait for it any more
+
+    @property
+    def _trainer(self) -> "pl.Trainer":
+        assert self._strategy.lightning_module is not None
+        return self._strategy.lightning_module.trainer
 
     def connect(self) -> None:
         """Make the group for agreements that must not mix with training's; collective."""
@@ -75,29 +93,31 @@ class EndTogether:
             self._group = dist.new_group(backend="gloo")
 
     def watch_signals(self) -> None:
-        """Take SIGTERM over from Lightning, whose handler communicates."""
-        self._asked = False
+        """Take SIGTERM over from Lightning, whose handler communicates; Lightning restores what was before, at the end of the run."""
         if threading.current_thread() is threading.main_thread():
-            self._previous = signal.getsignal(signal.SIGTERM)
             signal.signal(signal.SIGTERM, self._ask)
 
-    def forget_signals(self) -> None:
-        """Give SIGTERM back."""
-        if self._previous is not None:
-            signal.signal(signal.SIGTERM, self._previous)
-            self._previous = None
-
     def _ask(self, signum: int, frame: Any) -> None:
+        if self._trainer.state.fn != TrainerFn.FITTING:
+            raise SIGTERMException(EXIT_CODE_SIGTERM)
         self._asked = True
 
     def stop_if_asked(self) -> None:
-        """Raise on all ranks if any was asked to stop; collective.
+        """Between two optimizer steps: raise on all ranks if any was asked to stop; collective.
 
         Raises:
             SIGTERMException: ends the process with code 143, after callbacks had their ``on_exception``.
         """
-        if self._strategy.reduce_boolean_decision(self._asked, all=False):
-            raise SIGTERMException(EXIT_CODE_SIGTERM)
+        if not self._strategy.reduce_boolean_decision(self._asked, all=False):
+            return
+        self._asked, self._agreed = False, True
+        # The batch at hand was counted as ready and will not be trained on: a checkpoint would go on after it.
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        progress.total.ready -= 1
+        progress.current.ready -= 1
+        progress.is_last_batch = False
+        log.info("Stopping at step %d, as asked by SIGTERM", self._trainer.global_step)
+        raise SIGTERMException(EXIT_CODE_SIGTERM)
 
     def all_arrived(self) -> bool:
         """Before a save: True unless an exception ended the run on some ranks only.
@@ -107,12 +127,17 @@ class EndTogether:
         Communication: barrier, world, 10 s at most; only after an exception.
         Source: this project.
         """
-        module = self._strategy.lightning_module
-        if module is None or module.trainer.state.status != TrainerStatus.INTERRUPTED or self._group is None:
-            return True
+        if self._agreed or self._group is None or self._trainer.state.status != TrainerStatus.INTERRUPTED:
+            return not self.is_lost
         try:
             dist.monitored_barrier(self._group, datetime.timedelta(seconds=ARRIVAL_TIMEOUT_S))
         except RuntimeError as error:
             self.is_lost = True
             log.warning("No checkpoint was saved: a rank failed alone, so its part of the state cannot be written (%s)", error)
         return not self.is_lost
+
+    def after(self, launcher: RankLauncher) -> None:
+        """At the end of a run: see to the processes that this one started, if it was interrupted."""
+        if self._strategy.lightning_module is not None and self._trainer.state.status == TrainerStatus.INTERRUPTED:
+            timeout_s = STOP_TIMEOUT_S if self._agreed else FAILURE_TIMEOUT_S
+            launcher.end_children_at_exit(timeout_s, expected=self._agreed)

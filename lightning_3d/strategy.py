@@ -20,13 +20,13 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_3d.checkpoint import load_trainer_state, restore, save
+from lightning_3d.checkpoint import load_trainer_state, remove, restore, save
 from lightning_3d.errors import ConfigError
 from lightning_3d.interrupt import EndTogether, RankLauncher
 from lightning_3d.mesh import Mesh, ParallelDims
@@ -255,14 +255,16 @@ class ThreeDStrategy(ModelParallelStrategy):
     def on_train_start(self) -> None:
         self._together.watch_signals()
 
+    on_validation_start = on_test_start = on_predict_start = on_train_start
+
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._together.stop_if_asked()
+        begins_step = batch_idx % self._module.trainer.accumulate_grad_batches == 0
+        if begins_step:  # the gradients of half an accumulation are in no checkpoint
+            self._together.stop_if_asked()
         self._guard.check(batch)
-        trainer = self._module.trainer
-        automatic = self._module.automatic_optimization
         own = any(is_overridden(hook, self._module) for hook in ("optimizer_zero_grad", "on_before_zero_grad"))  # may keep or read them
-        self._zero_grad_is_next = automatic and not own and batch_idx % trainer.accumulate_grad_batches == 0
+        self._zero_grad_is_next = self._module.automatic_optimization and begins_step and not own
 
     @contextmanager
     @override
@@ -352,12 +354,13 @@ class ThreeDStrategy(ModelParallelStrategy):
         if storage_options is not None:
             raise ConfigError("storage_options of save_checkpoint() have no effect on sharded checkpoints: leave them out")
         if self._together.all_arrived():
-            save(self.broadcast(str(filepath)), self._module, self.optimizers, checkpoint)
+            optimizers = self.optimizers if "optimizer_states" in checkpoint else []  # not there: weights only
+            save(self.broadcast(str(filepath)), self._module, optimizers, checkpoint)
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         path = self.broadcast(str(checkpoint_path))
-        restore(path, self._module, self.optimizers)
+        restore(path, self._module, self.optimizers, strict=self._module.strict_loading)
         return load_trainer_state(path)
 
     @override
@@ -369,16 +372,15 @@ class ThreeDStrategy(ModelParallelStrategy):
         """Nothing: ``load_checkpoint`` has loaded it."""
 
     @override
-    def on_exception(self, exception: BaseException) -> None:
-        self._together.forget_signals()
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        if self.is_global_zero:
+            remove(filepath)
 
     @override
     def teardown(self) -> None:
-        self._together.forget_signals()
         super().teardown()
-        if self.lightning_module is not None and self._module.trainer.state.status == TrainerStatus.INTERRUPTED:
-            assert isinstance(self._launcher, RankLauncher)
-            self._launcher.end_children()
+        assert isinstance(self._launcher, RankLauncher)
+        self._together.after(self._launcher)
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -1,8 +1,9 @@
 """Callbacks for any Lightning Trainer; under ThreeDStrategy they read the whole model's numbers from it."""
 
+from lightning_3d.callbacks.checkpoint import Checkpoint
 from lightning_3d.callbacks.grad_norm import GradNorm
 from lightning_3d.callbacks.progress_bar import ProgressBar
 from lightning_3d.callbacks.summary import Summary
 from lightning_3d.callbacks.throughput import Throughput
 
-__all__ = ["GradNorm", "ProgressBar", "Summary", "Throughput"]
+__all__ = ["Checkpoint", "GradNorm", "ProgressBar", "Summary", "Throughput"]

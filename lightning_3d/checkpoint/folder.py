@@ -1,18 +1,21 @@
 """A checkpoint is a folder; it is there for readers only once it is whole.
 
-    step-100/  .metadata          what is where (torch.distributed.checkpoint; written last)
+    step-100/  .metadata          what is where (torch.distributed.checkpoint)
                __0_0.distcp ...   the ranks' shards
                trainer.pt         Lightning's state: loops, schedulers, callbacks, data position; plain types only
 
-It is written beside under another name and renamed.
+It is written beside, as ``.step-100.unfinished``, and renamed; what is removed is renamed first. So what a killed run leaves behind has a
+hidden name, and the next run of the same folder clears it away. Under other strategies a checkpoint is one file, ``step-100``.
 """
 
+import os
 import re
 import shutil
 from pathlib import Path
 
 TRAINER_FILE = "trainer.pt"
 _STEP = re.compile(r"step-(\d+)")
+_LEFT_BEHIND = re.compile(r"\.step-\d+\.(unfinished|removed)")
 
 
 def step_folder(root: str | Path, step: int) -> Path:
@@ -20,15 +23,16 @@ def step_folder(root: str | Path, step: int) -> Path:
     return Path(root) / f"step-{step}"
 
 
-def is_whole(folder: str | Path) -> bool:
-    """Whether the folder is a checkpoint that was written to its end."""
-    return (Path(folder) / ".metadata").is_file() and (Path(folder) / TRAINER_FILE).is_file()
+def is_whole(path: str | Path) -> bool:
+    """Whether this is a checkpoint that was written to its end."""
+    path = Path(path)
+    return path.is_file() or ((path / ".metadata").is_file() and (path / TRAINER_FILE).is_file())
 
 
 def whole_steps(root: str | Path) -> list[int]:
-    """The steps of the whole checkpoints in a folder, ascending; foreign folders are passed over."""
-    folders = Path(root).iterdir() if Path(root).is_dir() else ()
-    return sorted(int(match[1]) for folder in folders if (match := _STEP.fullmatch(folder.name)) and is_whole(folder))
+    """The steps of the whole checkpoints in a folder, ascending; foreign files and folders are passed over."""
+    paths = Path(root).iterdir() if Path(root).is_dir() else ()
+    return sorted(int(match[1]) for path in paths if (match := _STEP.fullmatch(path.name)) and is_whole(path))
 
 
 def latest_checkpoint(root: str | Path) -> Path | None:
@@ -42,8 +46,52 @@ def unfinished(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.unfinished")
 
 
+def begin(folder: Path) -> Path:
+    """An empty place to write a checkpoint to, whatever an earlier try has left there."""
+    place = unfinished(folder)
+    _delete(place)
+    place.mkdir(parents=True)
+    return place
+
+
 def commit(folder: Path) -> None:
     """Make the finished checkpoint visible; an older one of the same name gives way only now."""
-    if folder.exists():
-        shutil.rmtree(folder)
+    old = _set_aside(folder)
     unfinished(folder).rename(folder)
+    _sync(folder.parent)
+    _delete(old)
+
+
+def remove(path: str | Path) -> None:
+    """Remove a checkpoint; at no moment is part of it taken for a whole one."""
+    _delete(_set_aside(Path(path)))
+
+
+def clear_leftovers(root: str | Path) -> None:
+    """Remove what killed runs left of unfinished saves and removals."""
+    for path in list(Path(root).iterdir()) if Path(root).is_dir() else ():
+        if _LEFT_BEHIND.fullmatch(path.name):
+            _delete(path)
+
+
+def _set_aside(path: Path) -> Path:
+    hidden = path.with_name(f".{path.name}.removed")
+    if path.exists():
+        _delete(hidden)
+        path.rename(hidden)
+    return hidden
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)  # the new name is on disk, not only in the page cache
+    finally:
+        os.close(handle)

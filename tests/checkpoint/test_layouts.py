@@ -1,0 +1,95 @@
+"""A checkpoint saved in one layout resumes in another: weights and moments bitwise, the next steps as if nothing had happened.
+
+Each layout saves once and resumes once what the one before it saved. Of the sizes, tp and dp divide few: 515 tokens, 45 ffn columns.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks_resume import GLOBAL_BATCH, SAVED, STEPS, Layout, Run, fit
+
+from lightning_3d.checkpoint import step_folder
+from lightning_3d.testing import RankPool
+
+Seen = list[dict[str, Any]]
+
+LAYOUTS = [
+    Layout(),
+    Layout(dp=2, mode="fsdp"),
+    Layout(tp=2),
+    Layout(dp=4, mode="hsdp"),
+    Layout(pp=2),
+    Layout(tp=2, pp=2, sequence_parallel=True),
+    Layout(pp=2, virtual=2),
+    Layout(dp=2, tp=2, mode="fsdp"),
+    Layout(dp=2),
+    Layout(pp=4),
+    Layout(dp=2, pp=2, mode="zero2"),
+    Layout(tp=4, sequence_parallel=True),
+]
+OF_EIGHT = [
+    Layout(dp=2, tp=2, pp=2, mode="fsdp"),
+    Layout(dp=4, tp=2, mode="hsdp", sequence_parallel=True),
+    Layout(dp=4, tp=2, mode="fsdp"),
+    Layout(dp=2, pp=4),
+]
+TIED = [Layout(), Layout(pp=2), Layout(tp=2, pp=2), Layout(dp=2, mode="fsdp"), Layout(dp=2, pp=2, mode="fsdp")]
+
+
+class Saved:
+    """Runs of STEPS steps that saved at step SAVED, each run once."""
+
+    def __init__(self, pool: RankPool, root: Path) -> None:
+        self._pool, self._root, self._seen = pool, root, dict[Any, Seen]()
+
+    def by(self, layout: Layout, **model: Any) -> tuple[str, Seen]:
+        key = f"{layout}-{sorted(model.items())}"
+        folder = self._root / str(layout) / str(len(model))
+        if key not in self._seen:
+            self._seen[key] = self._pool.run(fit, layout.world_size, (Run(layout, str(folder), model=model),))
+        return str(step_folder(folder, SAVED)), self._seen[key]
+
+
+@pytest.fixture(scope="module")
+def saved(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return Saved(pool, tmp_path_factory.mktemp("saved"))
+
+
+def pairs(layouts: list[Layout]) -> list[Any]:
+    return [pytest.param(a, b, id=f"{a}_to_{b}") for a, b in zip(layouts, [*layouts[1:], layouts[0]], strict=True)]
+
+
+def check(a: Layout, b: Layout, saved: Saved, pool: RankPool, folder: Path, **model: Any) -> None:
+    path, before = saved.by(a, **model)
+    after = pool.run(fit, b.world_size, (Run(b, str(folder), resume=path, model=model),))
+    whole = {key: value for rank in before for key, value in rank["states"][SAVED].items()}
+    for rank in after:
+        for key, value in rank["loaded"].items():
+            assert torch.equal(value, whole[key]), f"{key} is not what was saved"
+        assert rank["first_step"] == SAVED
+        assert rank["consumed_at_start"] == SAVED * GLOBAL_BATCH
+        assert rank["rates"] == before[0]["rates"][SAVED:]
+        assert rank["losses"] == pytest.approx(before[0]["losses"][SAVED:], rel=0, abs=1e-10)
+    assert set().union(*(rank["loaded"] for rank in after)) == whole.keys()
+    final = {key: value for rank in before for key, value in rank["states"][STEPS].items()}
+    for rank in after:
+        for key, value in rank["states"][STEPS].items():
+            torch.testing.assert_close(value, final[key], rtol=0, atol=1e-10, msg=lambda m, key=key: f"{key}: {m}")
+
+
+@pytest.mark.parametrize(("a", "b"), pairs(LAYOUTS))
+def test_resumes_elsewhere(a: Layout, b: Layout, saved: Saved, pool: RankPool, tmp_path: Path) -> None:
+    check(a, b, saved, pool, tmp_path)
+
+
+@pytest.mark.parametrize(("a", "b"), pairs(TIED))
+def test_tied_embeddings_resume_elsewhere(a: Layout, b: Layout, saved: Saved, pool: RankPool, tmp_path: Path) -> None:
+    check(a, b, saved, pool, tmp_path, tie_word_embeddings=True)
+
+
+@pytest.mark.parametrize(("a", "b"), pairs(OF_EIGHT))
+def test_resumes_on_eight_ranks(a: Layout, b: Layout, saved: Saved, pool: RankPool, tmp_path: Path) -> None:
+    """9 ffn columns over tp=2, then over dp=4, are (2, 2, 1, 0) and (1, 1, 1, 1) rows: one rank holds none."""
+    check(a, b, saved, pool, tmp_path, intermediate_size=9)
