@@ -25,6 +25,7 @@ from lightning_3d.parallel.loss import vocab_parallel_argmax, vocab_parallel_tok
 from lightning_3d.parallel.microbatch import split_batch, tensor_leaves
 from lightning_3d.parallel.pipeline import split_layers
 from lightning_3d.parallel.plan import LLAMA_PLAN, Row, check_plan
+from lightning_3d.parallel.stages import Stages
 from lightning_3d.parallel.tensor import TensorParallel
 from lightning_3d.seeding import materialise
 
@@ -44,6 +45,7 @@ class PipelineMixin:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.stages = nn.ModuleDict()  # this rank's, by number
+        self.built: Stages | None = None  # what the strategy must know of them
 
     def build_stage(self, index: int, num_stages: int) -> nn.Module:
         """The module of one stage; override."""
@@ -89,12 +91,21 @@ class PipelineMixin:
             )
 
     def configure_model(self) -> None:
-        """Build this rank's stages, once."""
-        if len(self.stages):
-            return
+        """Build this rank's stages, once; a later Trainer takes them as they are.
+
+        Raises:
+            ConfigError: they are not what this Trainer's strategy can take.
+        """
         build = getattr(self.trainer.strategy, "build_stages", None)  # type: ignore[attr-defined]
-        stages = build(self) if build else {0: self._build_whole()}
-        self.stages.update({str(index): stage for index, stage in stages.items()})
+        is_whole = self.built is None or self.built.layout.dims.world_size == 1
+        if len(self.stages) and (not is_whole if build is None else self.built is None):
+            raise ConfigError(
+                "the weights of this module were built by a Trainer with another strategy: make a new module and load a checkpoint into it"
+            )
+        if build is not None:
+            self.stages.update({str(index): stage for index, stage in build(self).items()})
+        elif not len(self.stages):
+            self.stages["0"] = self._build_whole()
 
     def pipeline_step(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and metrics of a batch, the same on all ranks; with gradients enabled its backward has run when this returns."""

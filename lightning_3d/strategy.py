@@ -36,7 +36,7 @@ from lightning_3d.parallel.evaluation import EvaluationRunner
 from lightning_3d.parallel.gradients import Gradients
 from lightning_3d.parallel.guard import BatchGuard
 from lightning_3d.parallel.pipeline import Engine, TrainingRunner, check_engine
-from lightning_3d.parallel.stages import Stages, tensor_parallel
+from lightning_3d.parallel.stages import Layout, Stages
 from lightning_3d.parallel.step import StepRunner
 from lightning_3d.precision import with_global_clipping
 
@@ -195,15 +195,19 @@ class ThreeDStrategy(ModelParallelStrategy):
     # ---- building --------------------------------------------------------------------------------------------------------
 
     def build_stages(self, module: Any) -> dict[int, nn.Module]:
-        """This rank's stages of a ``PipelineMixin``, with their weights."""
-        tp = tensor_parallel(self.mesh, sequence_parallel=self.sequence_parallel)
-        module.tensor_parallel = tp
-        stages = Stages.build(module, self.mesh, self.root_device, virtual=self.virtual_stages, mode=self.data_parallel, tp=tp)
+        """This rank's stages of a ``PipelineMixin``, with their weights; those that an earlier Trainer built, where there are any."""
+        layout = Layout(self.dims, self.virtual_stages, self.data_parallel, self.sequence_parallel)
+        if module.built is None:
+            module.built = Stages.build(module, self.mesh, self.root_device, layout)
+        stages: Stages = module.built
+        stages.check_layout(layout)
+        if stages is self._stages:
+            return stages.modules
         self._stages = stages
         self._gradients = Gradients(stages.parameters(), self.mesh, stages.partial, stages.tied)
         self._step = StepRunner(module, self.mesh, self.root_device, self.microbatches, is_last=stages.is_last)
-        self._train = TrainingRunner(stages.modules, stages.num_stages, self.mesh, self.pp_engine, module, self._step.loss_of)
-        self._evaluate = EvaluationRunner(stages.modules, stages.num_stages, self.mesh, module)
+        self._train = TrainingRunner(stages.modules, self.num_stages, self.mesh, self.pp_engine, module, self._step.loss_of)
+        self._evaluate = EvaluationRunner(stages.modules, self.num_stages, self.mesh, module)
         return stages.modules
 
     @override
@@ -301,7 +305,8 @@ class ThreeDStrategy(ModelParallelStrategy):
     def gradient_norm(self, optimizer: Optimizer | None = None, norm_type: float = 2.0) -> Tensor:
         """The norm of the gradients that the optimizer (else all of them) is about to use, over the whole model; collective."""
         assert self._gradients is not None
-        return gradient_norm(self._gradients.counted_once(optimizer and _parameters_of(optimizer)), self.mesh, norm_type)
+        of = None if optimizer is None else _parameters_of(optimizer)
+        return gradient_norm(self._gradients.counted_once(of), self.mesh, norm_type)
 
     def _clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
         self.last_grad_norm = self.gradient_norm(optimizer)

@@ -9,9 +9,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch import nn
 
-from lightning_3d.mesh import TP, Mesh
+from lightning_3d.errors import ConfigError
+from lightning_3d.mesh import TP, Mesh, ParallelDims
 from lightning_3d.parallel.data import DataParallel, shard_stage
 from lightning_3d.parallel.plan import Row, apply_plan, full_numel, local_numel
 from lightning_3d.parallel.tensor import TensorParallel
@@ -25,45 +27,84 @@ class StageBuilder(Protocol):
 
     init_seed: int
     tensor_parallel_plan: Sequence[Row]
+    tensor_parallel: TensorParallel | None
 
     def build_stage(self, index: int, num_stages: int) -> nn.Module:
         """The module of one stage."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What decides which parameters, and which parts of them, lie on a rank."""
+
+    dims: ParallelDims
+    virtual_stages: int = 1
+    data_parallel: DataParallel = "ddp"
+    sequence_parallel: bool = False
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline over all ranks."""
+        return self.dims.pp * self.virtual_stages
 
 
 @dataclass
 class Stages:
     """The stages of one rank, by number, and what must be known of their parameters."""
 
-    num_stages: int
+    layout: Layout
     modules: dict[int, nn.Module]
     partial: set[str] = field(default_factory=set)  # names of parameters whose gradients are partial sums over tp
     tied: dict[str, list[int]] = field(default_factory=dict)  # names that several stages hold -> pp coords of the holders
 
     @classmethod
-    def build(
-        cls, builder: StageBuilder, mesh: Mesh, device: torch.device, *, virtual: int, mode: DataParallel, tp: TensorParallel | None
-    ) -> "Stages":
-        """Build stages pp, pp + size, ... of this rank; collective."""
-        num_stages = mesh.dims.pp * virtual
-        stages = cls(num_stages, {})
+    def build(cls, builder: StageBuilder, mesh: Mesh, device: torch.device, layout: Layout) -> "Stages":
+        """Build stages pp, pp + size, ... of this rank; collective.
+
+        Raises:
+            ConfigError: two stages of this rank have a parameter of the same name.
+        """
+        stages = cls(layout, {})
+        tp = TensorParallel(mesh.parameter_mesh[TP], sequence_parallel=layout.sequence_parallel) if mesh.dims.tp > 1 else None
+        builder.tensor_parallel = tp
         parallelise: Callable[[nn.Module, Any], None] | None = getattr(builder, "parallelize_stage", None)
-        for index in range(mesh.coord.pp, num_stages, mesh.dims.pp):
+        for index in range(mesh.coord.pp, layout.num_stages, mesh.dims.pp):
             with torch.device("meta"):
-                stage = builder.build_stage(index, num_stages)
+                stage = builder.build_stage(index, layout.num_stages)
+            again = sorted(stages.parameters().keys() & dict(stage.named_parameters()).keys())
+            if again:
+                raise ConfigError(
+                    f"stages {sorted(stages.modules)} and {index} lie on one rank and both have {again}: name parameters the same "
+                    "whatever the number of stages (layers by their number in the model); tied ones cannot be on virtual stages of one rank"
+                )
             if parallelise is not None:
                 parallelise(stage, mesh.parameter_mesh)
             elif tp is not None:
                 stages.partial |= set(apply_plan(stage, builder.tensor_parallel_plan, tp))
-            shard_stage(stage, mesh, mode)
+            shard_stage(stage, mesh, layout.data_parallel)
             materialise(stage, builder.init_seed, device)
             stages.modules[index] = stage
         stages.tied = find_tied(list(stages.parameters()), mesh)
+        if stages.tied:
+            rank_zero_info(f"Tied, since they have one name on several stages of the pipeline: {', '.join(stages.tied)}")
         return stages
+
+    def check_layout(self, layout: Layout) -> None:
+        """Whether the stages of an earlier Trainer fit a later one.
+
+        Raises:
+            ConfigError: the parameters would lie elsewhere.
+        """
+        if layout != self.layout:
+            raise ConfigError(
+                f"the module was built for {self.layout}, and now the strategy is {layout}: make a new module and load a checkpoint into "
+                "it, or keep the layout"
+            )
 
     @property
     def is_last(self) -> bool:
         """Whether this rank holds the last stage."""
-        return self.num_stages - 1 in self.modules
+        return self.layout.num_stages - 1 in self.modules
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """This rank's parameters by their global names."""
@@ -82,8 +123,3 @@ class Stages:
         if mesh.dims.pp > 1:
             dist.all_reduce(total, group=mesh.pp_group)
         return int(total), sum(local_numel(stage) for stage in self.modules.values())
-
-
-def tensor_parallel(mesh: Mesh, *, sequence_parallel: bool) -> TensorParallel | None:
-    """This rank's part in tensor parallelism, or None for tp=1."""
-    return TensorParallel(mesh.parameter_mesh[TP], sequence_parallel=sequence_parallel) if mesh.dims.tp > 1 else None
