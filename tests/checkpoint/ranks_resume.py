@@ -1,17 +1,18 @@
 """A run on each rank, saved on its way and perhaps resumed: what a rank saw of it. In float64, on the text in tests/data."""
 
-import os
 import signal
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from scenario import full, global_name, quiet, trainer_of
 
 from lightning_3d.callbacks import Checkpoint
+from lightning_3d.checkpoint import restore
 from lightning_3d.datamodule import NanosetDataModule
 from lightning_3d.errors import ConfigError
 from lightning_3d.model.config import LlamaConfig
@@ -74,13 +75,14 @@ class Run:
     trainer: dict[str, Any] = field(default_factory=dict)
     checkpoint: dict[str, Any] = field(default_factory=dict)
     callbacks: tuple[Any, ...] = ()
+    module_type: type[LlamaModule] = LlamaModule
 
     def module(self) -> LlamaModule:
         """Sizes that tp does not divide, GQA; learning rates that change in every step."""
         sizes = {"vocab_size": 515, "hidden_size": 32, "intermediate_size": 45, "num_hidden_layers": 4, "num_attention_heads": 4}
         llama = LlamaConfig(**sizes | {"num_key_value_heads": 4, "max_position_embeddings": SEQUENCE} | self.model)
-        optim = AdamW(learning_rate=1e-2, lr_warmup_steps=3, weight_decay_exclude_named_params=[".*norm.*"])
-        return LlamaModule(llama, optim, z_loss_coefficient=1e-3)
+        optim = AdamW(learning_rate=1e-2, lr_warmup_steps=3, lr_decay_steps=5, weight_decay_exclude_named_params=[".*norm.*"])
+        return self.module_type(llama, optim, z_loss_coefficient=1e-3)
 
     def data(self) -> NanosetDataModule:
         rows = GLOBAL_BATCH // self.layout.dp // self.accumulate
@@ -99,7 +101,7 @@ class Record(pl.Callback):
     """Loss and learning rate of each batch; state when training starts and after each step, of rank and whole model."""
 
     def __init__(self) -> None:
-        self.seen: dict[str, Any] = {"losses": [], "rates": [], "states": {}}
+        self.seen: dict[str, Any] = {"losses": [], "rates": []}
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self.seen["first_step"] = trainer.global_step
@@ -112,11 +114,36 @@ class Record(pl.Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.seen["losses"].append(float(outputs["loss"]) * trainer.accumulate_grad_batches)
-        if trainer.global_step in (SAVED, STEPS):
-            self.seen["states"][trainer.global_step] = state(trainer, module)
+        if trainer.global_step == SAVED:
+            self.seen["saved"] = state(trainer, module)
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         self.seen["consumed"] = trainer.datamodule.consumed_samples
+        self.seen["final"] = state(trainer, module)
+
+
+class Momentum(LlamaModule):
+    """The same model, another optimizer."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+
+
+class WithAnything(LlamaModule):
+    """Hyper-parameters as people have them."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.save_hyperparameters({"corpus": Path("corpus"), "activation": torch.tanh, "sizes": [1, (2, 3)], "mixed": [torch.tanh, 1]})
+
+
+class FromWeights(LlamaModule):
+    """Starts from the weights of a checkpoint, with an optimizer of its own."""
+
+    path = ""
+
+    def on_fit_start(self) -> None:
+        restore(self.path, self)
 
 
 def state(trainer: Any, module: Any) -> dict[str, torch.Tensor]:
@@ -154,3 +181,34 @@ def fit(run: Run) -> dict[str, Any]:
         record.seen["error"] = str(error)
     assert signal.getsignal(signal.SIGTERM) == before
     return record.seen | {"step": trainer.global_step, "last": checkpoint.last_model_path}
+
+
+def fit_from_weights(run: Run, path: str) -> dict[str, Any]:
+    """A new run that takes its weights from a checkpoint."""
+    FromWeights.path = path
+    return fit(replace(run, module_type=FromWeights))
+
+
+def fit_with_model_checkpoints(run: Run) -> dict[str, Any]:
+    """Lightning's own callback: the best two of a metric and the last; every third step without optimizer state."""
+    quiet()
+    torch.set_default_dtype(torch.float64)
+    best = ModelCheckpoint(f"{run.folder}/best", "{step}", monitor="val_lm_loss", save_top_k=2, save_last=True)
+    steps = ModelCheckpoint(f"{run.folder}/steps", "{step}", every_n_train_steps=3, save_top_k=-1, save_weights_only=True)
+    options = {"max_steps": STEPS, "max_epochs": -1, "val_check_interval": 2, "check_val_every_n_epoch": None, "enable_checkpointing": True}
+    trainer = trainer_of(run.layout.strategy(), run.layout.world_size, callbacks=[best, steps], **options)
+    trainer.fit(run.module(), datamodule=run.data())
+    metric = float(trainer.callback_metrics["val_lm_loss"])
+    (again,) = trainer.validate(ckpt_path="best", datamodule=run.data(), verbose=False)
+    return {"metric": metric, "best": best.best_model_path, "score": float(best.best_model_score), "again": again["val_lm_loss"]}
+
+
+def evaluate(run: Run, path: str) -> dict[str, float]:
+    """Validation and test metrics of a checkpoint."""
+    quiet()
+    torch.set_default_dtype(torch.float64)
+    trainer = trainer_of(run.layout.strategy(), run.layout.world_size)
+    module, data = run.module(), run.data()
+    (validation,) = trainer.validate(module, data, ckpt_path=path, verbose=False)
+    (test,) = trainer.test(module, data, ckpt_path=path, verbose=False)
+    return {**validation, **test}

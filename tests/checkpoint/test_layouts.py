@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks_resume import GLOBAL_BATCH, SAVED, STEPS, Layout, Run, fit
+from ranks_resume import GLOBAL_BATCH, SAVED, Layout, Run, fit
 
 from lightning_3d.checkpoint import step_folder
 from lightning_3d.testing import RankPool
@@ -39,7 +39,7 @@ TIED = [Layout(), Layout(pp=2), Layout(tp=2, pp=2), Layout(dp=2, mode="fsdp"), L
 
 
 class Saved:
-    """Runs of STEPS steps that saved at step SAVED, each run once."""
+    """Runs that saved at step SAVED, each run once."""
 
     def __init__(self, pool: RankPool, root: Path) -> None:
         self._pool, self._root, self._seen = pool, root, dict[Any, Seen]()
@@ -64,7 +64,7 @@ def pairs(layouts: list[Layout]) -> list[Any]:
 def check(a: Layout, b: Layout, saved: Saved, pool: RankPool, folder: Path, **model: Any) -> None:
     path, before = saved.by(a, **model)
     after = pool.run(fit, b.world_size, (Run(b, str(folder), resume=path, model=model),))
-    whole = {key: value for rank in before for key, value in rank["states"][SAVED].items()}
+    whole = {key: value for rank in before for key, value in rank["saved"].items()}
     for rank in after:
         for key, value in rank["loaded"].items():
             assert torch.equal(value, whole[key]), f"{key} is not what was saved"
@@ -73,9 +73,9 @@ def check(a: Layout, b: Layout, saved: Saved, pool: RankPool, folder: Path, **mo
         assert rank["rates"] == before[0]["rates"][SAVED:]
         assert rank["losses"] == pytest.approx(before[0]["losses"][SAVED:], rel=0, abs=1e-10)
     assert set().union(*(rank["loaded"] for rank in after)) == whole.keys()
-    final = {key: value for rank in before for key, value in rank["states"][STEPS].items()}
+    final = {key: value for rank in before for key, value in rank["final"].items()}
     for rank in after:
-        for key, value in rank["states"][STEPS].items():
+        for key, value in rank["final"].items():
             torch.testing.assert_close(value, final[key], rtol=0, atol=1e-10, msg=lambda m, key=key: f"{key}: {m}")
 
 
