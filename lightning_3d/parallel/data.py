@@ -13,6 +13,7 @@ from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Shaped
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -26,19 +27,18 @@ BUCKET_NBYTES = 64 * 2**20
 
 
 def shard_stage(stage: nn.Module, mesh: Mesh, mode: DataParallel) -> None:
-    """Shard the stage's parameters over dp (nothing to do for ``ddp``); they must be on the meta device.
+    """Shard the stage's parameters over dp (none for ``ddp``); they must be on the meta device.
 
     The members of the stage's module lists and dicts (its blocks) are one unit each, the rest is one more. The stage itself is
     the root unit: torch's pipelining defers the reduction to the end of the step only then. Under pp parameters stay whole
     between microbatches, else every microbatch would pay a gather.
     """
-    if mode == "ddp" or mesh.dims.dp == 1:
-        return
-    reshard = mode != "zero2" and mesh.dims.pp == 1
-    for block in _blocks(stage):
-        fully_shard(block, mesh=mesh.fsdp_mesh, reshard_after_forward=reshard)
-    fully_shard(stage, mesh=mesh.fsdp_mesh, reshard_after_forward=False)
-    for module in stage.modules():
+    if mode != "ddp" and mesh.dims.dp > 1:
+        reshard = mode != "zero2" and mesh.dims.pp == 1
+        for block in _blocks(stage):
+            fully_shard(block, mesh=mesh.fsdp_mesh, reshard_after_forward=reshard)
+        fully_shard(stage, mesh=mesh.fsdp_mesh, reshard_after_forward=False)
+    for module in stage.modules():  # also where parallelize_stage() sharded under "ddp"
         if isinstance(module, FSDPModule):  # the second call alone fails on gloo, and neither recurses
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
@@ -58,12 +58,12 @@ def set_last_microbatch(stage: nn.Module, last: bool) -> None:
         stage.set_requires_gradient_sync(last)
 
 
-def is_reduced_by_fsdp(parameter: Tensor) -> bool:
+def is_reduced_by_fsdp(parameter: Shaped[Tensor, "..."]) -> bool:
     """Whether FSDP adds this parameter's gradient up over dp itself."""
     return isinstance(parameter, DTensor) and bool({DP, SHARD} & set(parameter.device_mesh.mesh_dim_names or ()))
 
 
-def local(tensor: Tensor) -> Tensor:
+def local(tensor: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
     """The part of a tensor on this rank."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
