@@ -36,17 +36,13 @@ class Record(pl.Callback):
         self.seen: dict[str, Any] = {"gradients": [], "losses": [], "norms": []}
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        self.seen["gradients"].append(named(module, lambda p: full(p.grad)))
+        self.seen["gradients"].append({global_name(name): full(p.grad) for name, p in module.named_parameters() if p.grad is not None})
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if outputs:  # empty under manual optimization
             self.seen["losses"].append(float(outputs["loss"]))
         norm = getattr(trainer.strategy, "last_grad_norm", None)
         self.seen["norms"].append(norm if norm is None else float(norm))
-
-
-def named(module: Any, of: Callable[[Any], Any]) -> dict[str, Any]:
-    return {global_name(name): of(parameter) for name, parameter in module.named_parameters() if parameter.grad is not None}
 
 
 def trainer_for(case: Case, *callbacks: Any) -> Any:
@@ -66,7 +62,8 @@ def fit(case: Case) -> dict[str, Any]:
     module = case.module()
     trainer.fit(module, datamodule=Data(**case.data))
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    return record.seen | {"weights": named(module, full), "metrics": metrics, "step": trainer.global_step}
+    weights = {global_name(name): full(parameter) for name, parameter in module.named_parameters()}
+    return record.seen | {"weights": weights, "metrics": metrics, "step": trainer.global_step}
 
 
 def fit_with_maximum(case: Case) -> float:

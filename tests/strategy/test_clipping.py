@@ -1,6 +1,7 @@
 """Clipping knows the whole model: the norm is over all stages, shards and tensor-parallel parts, and each element counts once."""
 
 import math
+
 import pytest
 import torch
 from comparison import Seen, assert_same_training
