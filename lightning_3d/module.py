@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -203,7 +204,7 @@ class LlamaModule(PipelineMixin, pl.LightningModule):
         return LlamaStage(self.llama, layers, first=index == 0, last=index == num_stages - 1)
 
     @override
-    def pipeline_loss(self, output: Tensor, microbatch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def pipeline_loss(self, output: Float[Tensor, "B S E"], microbatch: Any) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
         labels = microbatch["labels"]
         nll, lse = self._token_losses(output, labels)
         count = (labels != IGNORE_INDEX).sum().clamp(min=1)
@@ -219,14 +220,14 @@ class LlamaModule(PipelineMixin, pl.LightningModule):
         return vocab_parallel_token_losses(logits, labels, self.llama.vocab_size, self.tensor_parallel)
 
     @override
-    def pipeline_output(self, output: Tensor, microbatch: Any) -> Tensor:
+    def pipeline_output(self, output: Float[Tensor, "B S E"], microbatch: Any) -> Int[Tensor, "B S"]:
         """The most likely next token at each position, (B, S)."""
         if self.tensor_parallel is None:
             return output.argmax(-1)
         return vocab_parallel_argmax(output, self.llama.vocab_size, self.tensor_parallel)
 
     @override
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Float[Tensor, ""]:
         loss, metrics = self.pipeline_step(batch)
         for name in ("lm_loss", "z_loss"):
             if name in metrics:
@@ -242,7 +243,7 @@ class LlamaModule(PipelineMixin, pl.LightningModule):
         self._evaluate("test_lm_loss", batch)
 
     @override
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def predict_step(self, batch: Any, batch_idx: int) -> Int[Tensor, "B S"]:
         return torch.cat(self.pipeline_forward(batch))
 
     def _evaluate(self, name: str, batch: Any) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import lightning.pytorch as pl
+from jaxtyping import Float
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor
@@ -38,7 +39,7 @@ class _GlobalClipping(Precision):
         self.clip_value(optimizer, float(clip_val))
 
     @override
-    def post_backward(self, tensor: Tensor, module: "pl.LightningModule") -> Tensor:  # type: ignore[override]
+    def post_backward(self, tensor: Float[Tensor, ""], module: "pl.LightningModule") -> Float[Tensor, ""]:  # type: ignore[override]
         self.after_backward()
         return super().post_backward(tensor, module)
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from jaxtyping import Float
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
@@ -302,7 +303,7 @@ class ThreeDStrategy(ModelParallelStrategy):
     def _clipping(self, plugin: Precision) -> Precision:
         return with_global_clipping(plugin, clip_norm=self._clip_norm, clip_value=self._clip_value, after_backward=self._after_backward)
 
-    def gradient_norm(self, optimizer: Optimizer | None = None, norm_type: float = 2.0) -> Tensor:
+    def gradient_norm(self, optimizer: Optimizer | None = None, norm_type: float = 2.0) -> Float[Tensor, ""]:
         """The norm of the gradients that the optimizer (else all of them) is about to use, over the whole model; collective."""
         assert self._gradients is not None
         of = None if optimizer is None else _parameters_of(optimizer)
@@ -318,7 +319,7 @@ class ThreeDStrategy(ModelParallelStrategy):
     # ---- reductions ------------------------------------------------------------------------------------------------------
 
     @override
-    def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Tensor:
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Without a group: over dp, since ranks of one replica hold the same numbers."""
         return super().reduce(tensor, self.mesh.dp_group if group is None else group, reduce_op)
 

@@ -109,10 +109,10 @@ class _Group:
             ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise TimeoutError(self._who_waits_where(sorted(pending.values())))
-            for connection in ready:
-                assert isinstance(connection, Connection)
-                rank = pending.pop(connection)
-                results[rank] = _receive(connection, rank, len(self._workers))
+            for one in ready:
+                assert isinstance(one, Connection)
+                rank = pending.pop(one)
+                results[rank] = _receive(one, rank, len(self._workers))
         return [results[rank] for rank in range(len(self._workers))]
 
     def close(self) -> None:

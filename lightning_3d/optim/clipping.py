@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -18,7 +18,7 @@ from lightning_3d.mesh import DP, REPLICATE, SHARD, TP, Mesh
 from lightning_3d.parallel.data import local
 
 
-def is_counted(tensor: Tensor, mesh: Mesh) -> bool:
+def is_counted(tensor: Shaped[Tensor, "..."], mesh: Mesh) -> bool:
     """Whether this rank is the one that counts the elements of ``tensor`` that it holds."""
     shards = mesh.dims.dp // mesh.dims.replicate
     index = {DP: mesh.coord.dp, REPLICATE: mesh.coord.dp // shards, SHARD: mesh.coord.dp % shards, TP: mesh.coord.tp}

@@ -18,20 +18,20 @@ from lightning_3d.parallel.pipeline import StageWork
 
 
 class EvaluationRunner:
-    """Runs microbatches through this rank's stages (by number) without gradients."""
+    """Runs microbatches through this rank's stages (by number) without gradients.
+
+    Shapes: whatever the stages exchange.
+    Placement: each activation moves from its stage to the next.
+    Communication: send and receive, pp, nbytes(activation) a microbatch and stage border; its shape and dtype once.
+    Source: Huang et al. 2019 (GPipe), the forward part.
+    """
 
     def __init__(self, stages: Mapping[int, nn.Module], num_stages: int, mesh: Mesh, work: StageWork) -> None:
         self._stages, self._num_stages, self._mesh, self._work = stages, num_stages, mesh, work
         self._metas: dict[Any, list[tuple[torch.Size, torch.dtype]]] = {}
 
     def run(self, microbatches: list[Any], device: torch.device, consume: Callable[[int, Any], None]) -> None:
-        """Call ``consume(number, output)`` for each microbatch, on the rank of the last stage.
-
-        Shapes: whatever the stages exchange.
-        Placement: each activation moves from its stage to the next.
-        Communication: send and receive, pp, nbytes(activation) a microbatch and stage border.
-        Source: Huang et al. 2019 (GPipe), forward part.
-        """
+        """Call ``consume(number, output)`` for each microbatch, on the rank of the last stage."""
         sent: list[tuple[dist.Work | None, Tensor]] = []
         for number, microbatch in enumerate(microbatches):
             for index, stage in sorted(self._stages.items()):

@@ -15,8 +15,18 @@ from lightning_3d.placement import local_range
 
 
 class _VocabParallelLosses(torch.autograd.Function):
+    """Per token the negative log-likelihood and the log-sum-exp, from this rank's part of the vocabulary.
+
+    Shapes: logits (B, S, V/tp), the last parts of the vocabulary may be short or empty; results (B, S).
+    Placement: Shard(2) over tp -> replicated over tp.
+    Communication: all-reduce (max) and all-reduce (sum), tp, of 1 and 2 numbers a token; none in the backward.
+    Source: Shoeybi et al. 2019 (Megatron-LM), section 3.
+    """
+
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, start: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, logits: Float[Tensor, "B S V/tp"], labels: Int[Tensor, "B S"], start: int, group: dist.ProcessGroup
+    ) -> tuple[Float[Tensor, "B S"], Float[Tensor, "B S"]]:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         top = logits.amax(-1) if logits.shape[-1] else logits.new_full(labels.shape, -torch.inf)
         dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
@@ -45,13 +55,7 @@ class _VocabParallelLosses(torch.autograd.Function):
 def vocab_parallel_token_losses(
     logits: Float[Tensor, "B S V/tp"], labels: Int[Tensor, "B S"], vocab_size: int, tp: TensorParallel
 ) -> tuple[Float[Tensor, "B S"], Float[Tensor, "B S"]]:
-    """Per token: the negative log-likelihood, and the log-sum-exp of its logits; 0 where the label is -100.
-
-    Shapes: logits (B, S, V/tp), the last parts of the vocabulary may be short or empty; results (B, S).
-    Placement: Shard(2) over tp -> replicated over tp.
-    Communication: all-reduce (max) and all-reduce (sum), tp, of 1 and 2 numbers a token.
-    Source: Shoeybi et al. 2019 (Megatron-LM), section 3.
-    """
+    """Per token: the negative log-likelihood, and the log-sum-exp of its logits; 0 where the label is -100."""
     start, _ = local_range(vocab_size, tp.size, tp.index)
     assert logits.shape[-1] == local_range(vocab_size, tp.size, tp.index)[1] - start
     return _VocabParallelLosses.apply(logits, labels, start, tp.group)

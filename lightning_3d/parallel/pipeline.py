@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
@@ -147,7 +148,7 @@ class TrainingRunner:
     def _build(self, count: int, device: torch.device) -> Any:
         stages = [PipelineStage(s, i, self._num_stages, device, group=self._mesh.pp_group) for i, s in sorted(self._stages.items())]
 
-        def loss(output: Any, number: Tensor) -> Tensor:
+        def loss(output: Any, number: Int[Tensor, "1"]) -> Float[Tensor, ""]:
             return self._loss(int(number), output)
 
         if self._engine == "interleaved_1f1b":

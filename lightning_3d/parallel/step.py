@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Float
 from torch import Tensor
 
 from lightning_3d.errors import ConfigError
@@ -65,7 +66,7 @@ class StepRunner:
         self._clear()
         return hand_over(loss, lambda scale: gradients.deliver(fresh, scale, reduce=reduce_now())), metrics
 
-    def loss_of(self, number: int, output: Any) -> Tensor:
+    def loss_of(self, number: int, output: Any) -> Float[Tensor, ""]:
         """The scaled loss of a microbatch on the last stage; called by the runner, once more when a schedule infers its shapes."""
         loss, metrics = self._loss_and_metrics(number, output)
         self._results[number] = (loss.detach(), metrics)
@@ -153,6 +154,13 @@ class StepRunner:
         return loss, dict(zip(names, values, strict=True)) | {"weight": total}
 
     def _agree_on_names(self, kind: str) -> list[str]:
+        """The names of the metrics, which only the last stage knows at first.
+
+        Shapes: none.
+        Placement: the last stage -> all stages.
+        Communication: broadcast of the names, pp, once for training and once for evaluation.
+        Source: this project.
+        """
         mine = list(self._results[min(self._results)][1]) if self._is_last else []
         if kind not in self._names:
             box = [mine]
