@@ -21,7 +21,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -75,11 +75,12 @@ def _end(processes: Sequence["subprocess.Popen[bytes]"], timeout_s: float) -> No
 class EndTogether:
     """What one rank must do so that all end together."""
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: ParallelStrategy) -> None:
         self._strategy = strategy
         self._asked = False
         self._agreed = False
-        self._group: dist.ProcessGroup | None = None
+        self._store: dist.TCPStore | None = None
+        self._agreements = 0
         self.is_lost = False  # a rank is gone: nothing may wait for it any more
 
     @property
@@ -88,9 +89,14 @@ class EndTogether:
         return self._strategy.lightning_module.trainer
 
     def connect(self) -> None:
-        """Make the group for agreements that must not mix with training's; collective."""
-        if self._group is None and dist.get_world_size() > 1:
-            self._group = dist.new_group(backend="gloo")
+        """Make a store where ranks sign in: unlike a barrier it has a time limit, and does not mix with training; collective."""
+        if self._store is not None or self._strategy.world_size == 1:
+            return
+        assert self._strategy.cluster_environment is not None
+        host, first = self._strategy.cluster_environment.main_address, self._strategy.global_rank == 0
+        mine = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if first else None
+        port = self._strategy.broadcast(mine.port if mine else 0)
+        self._store = mine or dist.TCPStore(host, port)
 
     def watch_signals(self) -> None:
         """Take SIGTERM over from Lightning, whose handler communicates; Lightning restores what was before, at the end of the run."""
@@ -120,20 +126,17 @@ class EndTogether:
         raise SIGTERMException(EXIT_CODE_SIGTERM)
 
     def all_arrived(self) -> bool:
-        """Before a save: True unless an exception ended the run on some ranks only.
-
-        Shapes: none.
-        Placement: none.
-        Communication: barrier, world, 10 s at most; only after an exception.
-        Source: this project.
-        """
-        if self._agreed or self._group is None or self._trainer.state.status != TrainerStatus.INTERRUPTED:
+        """Before a save: True unless an exception ended the run on some ranks only; waits for 10 s at most, and only after an exception."""
+        if self._agreed or self._store is None or self.is_lost or self._trainer.state.status != TrainerStatus.INTERRUPTED:
             return not self.is_lost
+        self._agreements += 1
         try:
-            dist.monitored_barrier(self._group, datetime.timedelta(seconds=ARRIVAL_TIMEOUT_S))
-        except RuntimeError as error:
+            if self._store.add(f"arrived_{self._agreements}", 1) == self._strategy.world_size:
+                self._store.set(f"all_{self._agreements}", "")
+            self._store.wait([f"all_{self._agreements}"], datetime.timedelta(seconds=ARRIVAL_TIMEOUT_S))
+        except RuntimeError:
             self.is_lost = True
-            log.warning("No checkpoint was saved: a rank failed alone, so its part of the state cannot be written (%s)", error)
+            log.warning("No checkpoint was saved: a rank failed alone, so its part of the state is not sound")
         return not self.is_lost
 
     def after(self, launcher: RankLauncher) -> None:
