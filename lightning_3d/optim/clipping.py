@@ -30,6 +30,7 @@ def is_counted(tensor: Shaped[Tensor, "..."], mesh: Mesh) -> bool:
     return all(index[axis] == 0 or (axis in placed and not placed[axis].is_replicate()) for axis in {TP} | dp_axes)
 
 
+@torch.no_grad()
 def gradient_norm(gradients: Iterable[Tensor], mesh: Mesh, norm_type: float = 2.0) -> Float[Tensor, ""]:
     """The norm of all gradients of the model; ``gradients`` are this rank's (tied copies left out but on their first holder).
 
@@ -38,7 +39,7 @@ def gradient_norm(gradients: Iterable[Tensor], mesh: Mesh, norm_type: float = 2.
     Communication: all-reduce, world, 8 bytes a rank.
     Source: Pascanu et al. 2013, section 3.2; counted once as in Megatron-LM issue 7227.
     """
-    counted = [local(gradient.detach()) for gradient in gradients if is_counted(gradient, mesh)]
+    counted = [local(gradient) for gradient in gradients if is_counted(gradient, mesh)]
     device = mesh.device_mesh.device_type
     norms = torch.stack(torch._foreach_norm(counted, norm_type)).double() if counted else torch.zeros(1, dtype=torch.float64, device=device)
     total = norms.max() if norm_type == math.inf else norms.pow(norm_type).sum()

@@ -8,7 +8,7 @@
 The loss is a sum over the global batch divided by its number of tokens, so gradients are *added* over dp, never averaged.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Literal, get_args
 
 import torch
@@ -63,6 +63,7 @@ def is_reduced_by_fsdp(parameter: Shaped[Tensor, "..."]) -> bool:
     return isinstance(parameter, DTensor) and bool({DP, SHARD} & set(parameter.device_mesh.mesh_dim_names or ()))
 
 
+@torch.no_grad()
 def local(tensor: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
     """The part of a tensor on this rank."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -83,27 +84,36 @@ def start_equal(module: nn.Module, mesh: Mesh) -> None:
             dist.broadcast(local(tensor), source, group=mesh.dp_group)
 
 
-def add_up(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Add tensors up over a group, in place, in buckets.
+def local_as(tensor: Shaped[Tensor, "..."], like: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
+    """The inverse: a DTensor of this part, placed as another one is."""
+    if not isinstance(like, DTensor):
+        return tensor
+    return DTensor.from_local(tensor, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
 
-    Shapes: any; DTensors are reduced as their local tensors.
+
+def add_up(tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
+    """The sums of tensors over a group, in buckets; they are views of the buckets, so that nothing is copied back.
+
+    Shapes: any.
     Placement: partial sums -> replicated over the group.
     Communication: all-reduce, dp (gradients of copies) or tp (gradients that each rank computed from part of the sequence),
         2 (n - 1) / n x nbytes sent a rank.
     Source: Li et al. 2020 (PyTorch Distributed), section 3.2.3.
     """
-    for bucket in _buckets([local(tensor) for tensor in tensors]):
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+    sums: dict[str, Tensor] = {}
+    for bucket in _buckets(tensors):
+        flat = torch.cat([tensors[name].reshape(-1) for name in bucket])
         dist.all_reduce(flat, group=group)
-        parts = flat.split([tensor.numel() for tensor in bucket])
-        torch._foreach_copy_(bucket, [part.view_as(tensor) for part, tensor in zip(parts, bucket, strict=True)])
+        parts = flat.split([tensors[name].numel() for name in bucket])
+        sums |= {name: part.view_as(tensors[name]) for name, part in zip(bucket, parts, strict=True)}
+    return sums
 
 
-def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
+def _buckets(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    by_dtype: dict[torch.dtype, list[str]] = {}
+    for name, tensor in tensors.items():
         bucket = by_dtype.setdefault(tensor.dtype, [])
-        bucket.append(tensor)
-        if sum(t.nbytes for t in bucket) >= BUCKET_NBYTES:
+        bucket.append(name)
+        if sum(tensors[other].nbytes for other in bucket) >= BUCKET_NBYTES:
             yield by_dtype.pop(tensor.dtype)
     yield from by_dtype.values()

@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_3d.mesh import Mesh
-from lightning_3d.parallel.data import add_up, is_reduced_by_fsdp, local
+from lightning_3d.parallel.data import add_up, is_reduced_by_fsdp, local, local_as
+from lightning_3d.parallel.tensor import local_leaves
 from lightning_3d.parallel.tied import exchange_tied
 
 
@@ -34,13 +36,16 @@ class Gradients:
         self._unreduced: dict[str, Tensor] = {}
 
     def run_apart(self, schedule: Callable[[], None]) -> dict[str, Tensor]:
-        """Run a schedule and return the gradients that it made, leaving those that were there as they were."""
+        """Run a schedule and return the gradients that it made (this rank's parts), leaving those that were there as they were."""
         before = {name: p.grad for name, p in self._parameters.items()}
         for parameter in self._parameters.values():
             parameter.grad = None
         try:
-            schedule()
-            return {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+            with local_leaves(self._parameters) as leaves:
+                schedule()
+            fresh = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+            made = {name: local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
+            return fresh | {name: fresh[name] + gradient if name in fresh else gradient for name, gradient in made.items()}
         finally:
             for name, parameter in self._parameters.items():
                 parameter.grad = before[name]
@@ -51,11 +56,10 @@ class Gradients:
         for parameter in self._parameters.values():
             parameter.grad = None
 
-    def deliver(self, fresh: dict[str, Tensor], scale: Tensor, *, reduce: bool) -> None:
+    def deliver(self, fresh: dict[str, Tensor], scale: Float[Tensor, ""], *, reduce: bool) -> None:
         """Multiply by ``scale``, reduce over dp (and tp, and tied stages), add to ``p.grad``; while an accumulation goes on, keep them."""
-        locals_ = [local(gradient) for gradient in fresh.values()]
-        if locals_:
-            torch._foreach_mul_(locals_, scale.to(locals_[0].dtype))
+        if fresh and (scale.is_cuda or scale != 1):  # a number on a GPU is not waited for
+            torch._foreach_mul_(list(fresh.values()), scale.to(next(iter(fresh.values())).dtype))
         for name, gradient in self._unreduced.items():
             fresh[name] = fresh[name] + gradient if name in fresh else gradient
         self._unreduced = {} if reduce else fresh
@@ -65,10 +69,11 @@ class Gradients:
 
     def reduce_in_place(self) -> None:
         """Reduce what a plain ``loss.backward()`` left in ``p.grad``, to the mean over dp as under DDP."""
-        fresh = {name: p.grad for name, p in self._parameters.items() if p.grad is not None and not is_reduced_by_fsdp(p)}
+        fresh = {name: local(p.grad) for name, p in self._parameters.items() if p.grad is not None and not is_reduced_by_fsdp(p)}
         if fresh and self._mesh.dims.dp > 1:
-            torch._foreach_div_([local(gradient) for gradient in fresh.values()], self._mesh.dims.dp)
-            add_up(list(fresh.values()), self._mesh.dp_group)
+            torch._foreach_div_(list(fresh.values()), self._mesh.dims.dp)
+            for name, gradient in add_up(fresh, self._mesh.dp_group).items():
+                self._parameters[name].grad = local_as(gradient, self._parameters[name])
 
     def counted_once(self, of: Iterable[Tensor] | None = None) -> list[Tensor]:
         """The gradients in ``p.grad`` (of the parameters given, else of all), of tied copies only the first holder's."""
@@ -78,25 +83,26 @@ class Gradients:
         return [p.grad for p in held if p.grad is not None and (wanted is None or id(p) in wanted)]
 
     def _add(self, fresh: Mapping[str, Tensor]) -> None:
-        for name, gradient in fresh.items():
+        for name, part in fresh.items():
             parameter = self._parameters[name]
+            gradient = local_as(part, parameter)
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     def _reduce(self, fresh: dict[str, Tensor]) -> None:
         for name in self._tied.keys() & self._parameters.keys():
-            fresh.setdefault(name, torch.zeros_like(self._parameters[name]))
-        partial = [gradient for name, gradient in fresh.items() if name in self._partial]
+            fresh.setdefault(name, torch.zeros_like(local(self._parameters[name])))
+        partial = {name: gradient for name, gradient in fresh.items() if name in self._partial}
         if partial:
-            add_up(partial, self._mesh.tp_group)
-        copies = [gradient for name, gradient in fresh.items() if not is_reduced_by_fsdp(self._parameters[name])]
+            fresh |= add_up(partial, self._mesh.tp_group)
+        copies = {name: gradient for name, gradient in fresh.items() if not is_reduced_by_fsdp(self._parameters[name])}
         if copies and self._mesh.dims.dp > 1:
-            add_up(copies, self._mesh.dp_group)
+            fresh |= add_up(copies, self._mesh.dp_group)
         exchange_tied(fresh, self._tied, self._mesh)
 
 
 class _HandOver(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, loss: Tensor, deliver: Callable[[Tensor], None]) -> Tensor:
+    def forward(ctx: Any, anchor: Float[Tensor, ""], loss: Float[Tensor, ""], deliver: Callable[[Tensor], None]) -> Float[Tensor, ""]:
         ctx.deliver = deliver
         return loss.clone()
 
@@ -109,7 +115,7 @@ class _HandOver(torch.autograd.Function):
         return None, None, None
 
 
-def hand_over(loss: Tensor, deliver: Callable[[Tensor], None]) -> Tensor:
+def hand_over(loss: Float[Tensor, ""], deliver: Callable[[Tensor], None]) -> Float[Tensor, ""]:
     """The loss as an autograd tensor whose backward(g) calls ``deliver(g)``, once."""
     anchor = torch.zeros((), device=loss.device, requires_grad=True)
     return _HandOver.apply(anchor, loss, deliver)

@@ -1,6 +1,6 @@
 """Cross-entropy over a vocabulary that is cut over tp: no rank ever holds a row of all logits.
 
-Per token three numbers cross the ranks: the largest logit, the sum of exponentials and the target's logit.
+Per token two numbers cross the ranks: the log-sum-exp of each rank's logits and the target's logit, in one collective.
 """
 
 from typing import Any
@@ -10,16 +10,16 @@ import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lightning_3d.parallel.tensor import TensorParallel
+from lightning_3d.parallel.tensor import TensorParallel, gather
 from lightning_3d.placement import local_range
 
 
 class _VocabParallelLosses(torch.autograd.Function):
-    """Per token the negative log-likelihood and the log-sum-exp, from this rank's part of the vocabulary.
+    """Per token: the negative log-likelihood, and the log-sum-exp of its logits.
 
     Shapes: logits (B, S, V/tp), the last parts of the vocabulary may be short or empty; results (B, S).
     Placement: Shard(2) over tp -> replicated over tp.
-    Communication: all-reduce (max) and all-reduce (sum), tp, of 1 and 2 numbers a token; none in the backward.
+    Communication: all-gather, tp, of 2 numbers a token.
     Source: Shoeybi et al. 2019 (Megatron-LM), section 3.
     """
 
@@ -27,29 +27,31 @@ class _VocabParallelLosses(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Float[Tensor, "B S V/tp"], labels: Int[Tensor, "B S"], start: int, group: dist.ProcessGroup
     ) -> tuple[Float[Tensor, "B S"], Float[Tensor, "B S"]]:
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        top = logits.amax(-1) if logits.shape[-1] else logits.new_full(labels.shape, -torch.inf)
-        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-        local = labels - start
-        mine = (local >= 0) & (local < logits.shape[-1])
-        index = local.where(mine, 0).unsqueeze(-1)
-        exponentials = (logits - top.unsqueeze(-1)).exp()
-        target = logits.gather(-1, index).squeeze(-1) * mine if logits.shape[-1] else torch.zeros_like(top)
-        sums = torch.stack((exponentials.sum(-1), target))
-        dist.all_reduce(sums, group=group)
-        lse = sums[0].log() + top
+        wide = _at_least_float32(logits)
+        index = labels - start
+        mine = (index >= 0) & (index < wide.shape[-1])
+        index = index.where(mine, 0).unsqueeze(-1)
+        own = wide.logsumexp(-1)  # -inf of no logits
+        target = wide.gather(-1, index).squeeze(-1) * mine if wide.shape[-1] else torch.zeros_like(own)
+        lses, targets = gather(torch.stack((own, target)), group).unbind(1)
+        lse, target = lses.logsumexp(0), targets.sum(0)
         valid = labels >= 0
-        ctx.save_for_backward(exponentials.div_(sums[0].unsqueeze(-1)), index, mine & valid, valid)
-        return (lse - sums[1]) * valid, lse * valid
+        ctx.save_for_backward(logits, lse, index, mine & valid, valid)
+        return (lse - target) * valid, lse * valid
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        softmax, index, mine, valid = ctx.saved_tensors
-        nll_grad, lse_grad = grads
-        logits_grad = softmax * ((nll_grad + lse_grad) * valid).unsqueeze(-1)
-        if softmax.shape[-1]:
-            logits_grad.scatter_add_(-1, index, -(nll_grad * mine).unsqueeze(-1))
-        return logits_grad, None, None, None
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, nll_grad: Float[Tensor, "B S"], lse_grad: Float[Tensor, "B S"]) -> tuple[Tensor, None, None, None]:
+        logits, lse, index, mine, valid = ctx.saved_tensors
+        grad = (_at_least_float32(logits) - lse.unsqueeze(-1)).exp_()
+        grad *= ((nll_grad + lse_grad) * valid).unsqueeze(-1)
+        if grad.shape[-1]:
+            grad.scatter_add_(-1, index, -(nll_grad * mine).unsqueeze(-1))
+        return grad.to(logits.dtype), None, None, None
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def vocab_parallel_token_losses(

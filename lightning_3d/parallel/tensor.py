@@ -8,18 +8,20 @@ A layer computes between two places: *enter* (behind the norm: from here each ra
 
     hidden --norm--> enter --q,k,v--> attention --o--> leave --> + hidden
 
+What communicates at neither of them is *inside* (between the two) or *outside*.
 Without sequence parallelism the hidden state is whole on every rank: enter copies (its backward adds up gradients), leave adds up.
 With it each rank holds S/tp of the sequence outside: enter gathers, leave adds up and scatters; the same bytes, 1/tp of the memory.
 
 A module becomes parallel as under FSDP2, by a subclass of its own class: what it is and how it draws its weights stay its own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -27,7 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from lightning_3d.errors import ConfigError
 from lightning_3d.placement import local_range
 
-Region = Literal["enter", "inside", "leave"]
+Region = Literal["outside", "enter", "inside", "leave"]
 
 # Renamed in torch 2.13; both names do the same.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -50,6 +52,19 @@ def all_reduce_sum(x: Float[Tensor, "..."], group: dist.ProcessGroup) -> Float[T
     return x
 
 
+def gather(x: Float[Tensor, "..."], group: dist.ProcessGroup) -> Float[Tensor, "tp ..."]:
+    """The ranks' tensors, stacked.
+
+    Shapes: any, equal on the ranks -> one dim more, tp, in front.
+    Placement: each rank's own -> replicated over tp.
+    Communication: all-gather, tp, (tp - 1) x nbytes(x) received a rank.
+    Source: this project.
+    """
+    parts = x.new_empty((group.size(), *x.shape))
+    _all_gather(parts.flatten(0, 1), x.contiguous(), group=group)
+    return parts
+
+
 def gather_sequence(x: Float[Tensor, "B S/tp D"], group: dist.ProcessGroup) -> Float[Tensor, "B S D"]:
     """Join the ranks' parts of the sequence.
 
@@ -58,9 +73,7 @@ def gather_sequence(x: Float[Tensor, "B S/tp D"], group: dist.ProcessGroup) -> F
     Communication: all-gather, tp, (tp - 1) x nbytes(x) received a rank.
     Source: Korthikanti et al. 2022 (Reducing Activation Recomputation), section 4.2.2.
     """
-    parts = x.new_empty((group.size(), *x.shape))
-    _all_gather(parts.flatten(0, 1), x.contiguous(), group=group)
-    return parts.movedim(0, 1).flatten(1, 2)
+    return gather(x, group).movedim(0, 1).flatten(1, 2)
 
 
 def scatter_sequence(x: Float[Tensor, "B S D"], group: dist.ProcessGroup) -> Float[Tensor, "B S/tp D"]:
@@ -81,7 +94,9 @@ class _Communicate(torch.autograd.Function):
     """A collective whose backward is another one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(
+        ctx: Any, x: Float[Tensor, "..."], forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+    ) -> Float[Tensor, "..."]:
         ctx.backward_of = backward
         return forward(x)
 
@@ -117,12 +132,12 @@ class TensorParallel:
     def _same(x: Tensor) -> Tensor:
         return x.view_as(x)
 
-    def enter(self, x: Tensor) -> Tensor:
+    def enter(self, x: Float[Tensor, "B s D"]) -> Float[Tensor, "B S D"]:
         """(B, S, D) or (B, S/tp, D) -> (B, S, D), for every rank to work on its own columns."""
         pair = (self._gather, self._scatter) if self.sequence_parallel else (self._same, self._sum)
         return _Communicate.apply(x, *pair)
 
-    def leave(self, x: Tensor) -> Tensor:
+    def leave(self, x: Float[Tensor, "B S D"]) -> Float[Tensor, "B s D"]:
         """Partial sums (B, S, D) -> (B, S, D) or (B, S/tp, D)."""
         pair = (self._scatter, self._gather) if self.sequence_parallel else (self._sum, self._same)
         return _Communicate.apply(x, *pair)
@@ -138,20 +153,37 @@ def parallelise_module(module: nn.Module, tp: TensorParallel, region: Region, sh
 
     Returns:
         The names of the parameters whose gradients are partial sums over tp: whole parameters which each rank uses for a
-        part of the sequence, and biases that each rank adds 1/tp of.
+        part of the sequence or of the heads, and biases that each rank adds 1/tp of.
+
+    Raises:
+        ConfigError: a cut that the region has no sense for, an embedding whose settings a cut one cannot have.
     """
-    if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-        raise ConfigError(f"padding_idx={module.padding_idx} of an embedding is not supported with tp={tp.size}: leave it out")
+    _check_cut(module, region, shard_dim)
     partial = []
     for name, parameter in module._parameters.items():
         if parameter is None:
             continue
         dim = shard_dim if parameter.dim() > 1 or shard_dim == 0 else None
         module._parameters[name] = _distribute(parameter, tp, dim)
-        if dim is None and (region == "leave" or tp.sequence_parallel):
+        if dim is None and (region in ("inside", "leave") or tp.sequence_parallel):
             partial.append(name)
-    module.__class__ = _subclass(type(module), tp, region, list(module._parameters))
+    embeds = isinstance(module, nn.Embedding) and shard_dim == 0
+    module.__class__ = _subclass(type(module), tp, region, list(module._parameters), embeds=embeds)
     return partial
+
+
+def _check_cut(module: nn.Module, region: Region, shard_dim: int | None) -> None:
+    name = type(module).__name__
+    summed = 0 if isinstance(module, nn.Embedding) else 1  # the dim whose cut makes outputs partial sums
+    if (region == "leave") != (shard_dim == summed) or (region in ("outside", "enter") and shard_dim is not None):
+        raise ConfigError(
+            f"tensor-parallel plan: {name} in region {region!r} with shard_dim={shard_dim}: 'leave' goes with shard_dim={summed} and only with "
+            "it, 'enter' and 'outside' with none"
+        )
+    if isinstance(module, nn.Embedding) and shard_dim == 0:
+        for key in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(module, key) not in (None, False):
+                raise ConfigError(f"{key}={getattr(module, key)} of an embedding that is cut over tp is not supported: leave it out")
 
 
 def _distribute(parameter: nn.Parameter, tp: TensorParallel, dim: int | None) -> nn.Parameter:
@@ -166,11 +198,11 @@ def _distribute(parameter: nn.Parameter, tp: TensorParallel, dim: int | None) ->
     return nn.Parameter(whole, requires_grad=parameter.requires_grad)
 
 
-def _subclass(cls: type[nn.Module], tp: TensorParallel, region: Region, names: list[str]) -> type[nn.Module]:
-    embeds = issubclass(cls, nn.Embedding)
-    join = {"enter": tp.enter, "inside": lambda y: y, "leave": tp.leave}[region]
+def _subclass(cls: type[nn.Module], tp: TensorParallel, region: Region, names: list[str], *, embeds: bool) -> type[nn.Module]:
+    joins: dict[str, Callable[[Tensor], Tensor]] = {"enter": tp.enter, "leave": tp.leave}
+    join = joins.get(region, lambda y: y)
 
-    def forward(self: nn.Module, x: Tensor) -> Tensor:
+    def forward(self: nn.Module, x: Shaped[Tensor, "B s *E"]) -> Float[Tensor, "B t O"]:
         return join(_embed(self, x, tp) if embeds else cls.forward(self, x))
 
     scales = {name: 1 / tp.size if name == "bias" and region == "leave" else 1.0 for name in names}
@@ -188,10 +220,29 @@ def _local_property(name: str, scale: float) -> property:
         parameter: Tensor | None = self._parameters[name]
         if not isinstance(parameter, DTensor) or parameter.device_mesh.ndim > 1:
             return parameter
-        tensor = parameter.to_local()
+        leaf: Tensor | None = getattr(parameter, "local_leaf", None)
+        tensor = parameter.to_local() if leaf is None else leaf
         return tensor if scale == 1.0 else tensor * scale
 
     return property(local)
+
+
+@contextmanager
+def local_leaves(parameters: Mapping[str, nn.Parameter]) -> Iterator[dict[str, Tensor]]:
+    """Within, modules compute with plain leaves that share the parameters' memory; gives the leaves, by name.
+
+    ``to_local()`` costs a DTensor, made in Python, in the backward of each use, and DTensors add up through dispatch: half of a step's
+    time for a small model on a CPU. Leaves add up in C++.
+    """
+    lent = {name: p for name, p in parameters.items() if isinstance(p, DTensor) and p.device_mesh.ndim == 1}
+    leaves = {name: p.to_local().detach().requires_grad_() for name, p in lent.items()}
+    for name, leaf in leaves.items():
+        lent[name].local_leaf = leaf  # type: ignore[attr-defined]
+    try:
+        yield leaves
+    finally:
+        for parameter in lent.values():
+            del parameter.local_leaf  # type: ignore[attr-defined]
 
 
 def _embed(module: nn.Module, ids: Int[Tensor, "B S"], tp: TensorParallel) -> Float[Tensor, "B S D"]:

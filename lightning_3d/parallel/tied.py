@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_3d.mesh import Mesh
-from lightning_3d.parallel.data import local
 
 
 def find_tied(names: list[str], mesh: Mesh) -> dict[str, list[int]]:
@@ -44,7 +43,7 @@ def exchange_tied(gradients: Mapping[str, Tensor], tied: Mapping[str, list[int]]
     for name, holders in tied.items():
         if mesh.coord.pp not in holders:
             continue
-        mine = local(gradients[name]).contiguous()
+        mine = gradients[name].contiguous()
         copies = {coord: mine if coord == mesh.coord.pp else torch.empty_like(mine) for coord in holders}
         ops = []
         for coord in set(holders) - {mesh.coord.pp}:
@@ -52,4 +51,4 @@ def exchange_tied(gradients: Mapping[str, Tensor], tied: Mapping[str, list[int]]
             ops += [dist.P2POp(dist.isend, mine, peer, mesh.pp_group), dist.P2POp(dist.irecv, copies[coord], peer, mesh.pp_group)]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
-        local(gradients[name]).copy_(torch.stack([copies[coord] for coord in holders]).sum(0))
+        gradients[name].copy_(torch.stack([copies[coord] for coord in holders]).sum(0))
