@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_3d.checkpoint import load_trainer_state, remove, restore, save
+from lightning_3d.checks import check_run
 from lightning_3d.errors import ConfigError
 from lightning_3d.interrupt import EndTogether, RankLauncher
 from lightning_3d.mesh import Mesh, ParallelDims
@@ -88,6 +89,7 @@ class ThreeDStrategy(ModelParallelStrategy):
         self._mesh: Mesh | None = None
         self._stages: Stages | None = None
         self._gradients: Gradients | None = None
+        self._step: StepRunner
         self._accumulating = False
         self._zero_grad_is_next = False
         self._together = EndTogether(self)
@@ -112,9 +114,14 @@ class ThreeDStrategy(ModelParallelStrategy):
         return self.lightning_module
 
     @property
+    def layout(self) -> Layout:
+        """What decides which parameters lie on a rank."""
+        return Layout(self.dims, self.virtual_stages, self.data_parallel, self.sequence_parallel)
+
+    @property
     def num_stages(self) -> int:
         """Stages of the pipeline over all ranks."""
-        return self.dims.pp * self.virtual_stages
+        return self.layout.num_stages
 
     @property
     def microbatches(self) -> int:
@@ -146,28 +153,8 @@ class ThreeDStrategy(ModelParallelStrategy):
         self._launcher = RankLauncher(self.check, self.cluster_environment, self.num_processes, self.num_nodes)
 
     def check(self, module: Any, datamodule: Any) -> None:
-        """Whether this module can run in this layout; called before processes start.
-
-        Raises:
-            ConfigError: a number of microbatches that the schedule cannot run, or what the module refuses.
-            TypeError: pp > 1 and the module does not say what its stages are.
-        """
-        count = self._microbatch_count(datamodule)
-        check_engine(self.pp_engine, pp=self.dims.pp, virtual_stages=self.virtual_stages, microbatches=count)
-        missing = [name for name in ("build_stage", "pipeline_loss", "pipeline_step") if not hasattr(module, name)]
-        if self.dims.pp > 1 and missing:
-            raise TypeError(
-                f"pp={self.dims.pp}: {type(module).__name__} lacks {missing}: derive it from PipelineMixin and define them, or set pp=1"
-            )
-        length = getattr(datamodule, "sequence_length", None)
-        if self.sequence_parallel and length and length % self.dims.tp:
-            raise ConfigError(
-                f"sequence_length={length} is not divisible by tp={self.dims.tp}, as sequence_parallel: true needs: change one"
-            )
-        if hasattr(module, "check_layout"):
-            module.check_layout(self.dims, self.num_stages)
-        if hasattr(module, "check_data"):
-            module.check_data(datamodule)
+        """Whether this module can run in this layout; called before processes start (``checks.py`` says what is refused)."""
+        check_run(module, datamodule, self.layout, engine=self.pp_engine, microbatches=self._microbatch_count(datamodule))
 
     @override
     def setup_environment(self) -> None:
@@ -197,12 +184,12 @@ class ThreeDStrategy(ModelParallelStrategy):
 
     def build_stages(self, module: Any) -> dict[int, nn.Module]:
         """This rank's stages of a ``PipelineMixin``, with their weights; those that an earlier Trainer built, where there are any."""
-        layout = Layout(self.dims, self.virtual_stages, self.data_parallel, self.sequence_parallel)
         if module.built is None:
-            module.built = Stages.build(module, self.mesh, self.root_device, layout)
+            module.built = Stages.build(module, self.mesh, self.root_device, self.layout)
         stages: Stages = module.built
-        stages.check_layout(layout)
+        stages.check_layout(self.layout)
         if stages is self._stages:
+            self._step.count = self.microbatches  # of the data module of this fit
             return stages.modules
         self._stages = stages
         self._gradients = Gradients(stages.parameters(), self.mesh, stages.partial, stages.tied)

@@ -46,7 +46,7 @@ class StepRunner:
     """
 
     def __init__(self, work: StepWork, mesh: Mesh, device: torch.device, count: int, *, is_last: bool) -> None:
-        self._work, self._mesh, self._device, self._count = work, mesh, device, count
+        self._work, self._mesh, self._device, self.count = work, mesh, device, count
         self._reports = is_last and mesh.coord.tp == 0
         self._is_last = is_last
         self._names: dict[str, list[str]] = {}  # of the metrics, for training and evaluation: only the last stage knows them at first
@@ -56,8 +56,8 @@ class StepRunner:
 
     def train(self, batch: Any, runner: TrainingRunner, gradients: Gradients, reduce_now: Callable[[], bool]) -> tuple[Tensor, Metrics]:
         """Forward and backward of a batch: its loss (an autograd tensor that hands the gradients over) and its metrics."""
-        self._microbatches = self._work.split_batch(batch, self._count)
-        check_equal(self._microbatches, self._count)
+        self._microbatches = self._work.split_batch(batch, self.count)
+        check_equal(self._microbatches, self.count)
         weights = self._weights()
         total = self._total(weights)
         self._shares = weights / total.clamp(min=torch.finfo(torch.float64).tiny)
@@ -74,7 +74,7 @@ class StepRunner:
 
     def evaluate(self, batch: Any, runner: EvaluationRunner) -> tuple[Tensor, Metrics]:
         """Loss and metrics of a batch of any size, without gradients."""
-        self._microbatches = self._work.split_batch(batch, self._count)
+        self._microbatches = self._work.split_batch(batch, self.count)
         weights = self._weights()
         total = self._total(weights)
 
@@ -94,7 +94,7 @@ class StepRunner:
         Communication: broadcast of the objects, pp, nbytes(outputs).
         Source: this project.
         """
-        microbatches = self._work.split_batch(batch, self._count)
+        microbatches = self._work.split_batch(batch, self.count)
         outputs: list[Any] = [None] * len(microbatches)
 
         def consume(number: int, output: Any) -> None:

@@ -177,13 +177,14 @@ def _check_cut(module: nn.Module, region: Region, shard_dim: int | None) -> None
     summed = 0 if isinstance(module, nn.Embedding) else 1  # the dim whose cut makes outputs partial sums
     if (region == "leave") != (shard_dim == summed) or (region in ("outside", "enter") and shard_dim is not None):
         raise ConfigError(
-            f"tensor-parallel plan: {name} in region {region!r} with shard_dim={shard_dim}: 'leave' goes with shard_dim={summed} and only with "
-            "it, 'enter' and 'outside' with none"
+            f"tensor-parallel plan: {name} in region {region!r} with shard_dim={shard_dim}: 'leave' goes with shard_dim={summed} and "
+            "only with it, 'enter' and 'outside' with none"
         )
     if isinstance(module, nn.Embedding) and shard_dim == 0:
         for key in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"):
-            if getattr(module, key) not in (None, False):
-                raise ConfigError(f"{key}={getattr(module, key)} of an embedding that is cut over tp is not supported: leave it out")
+            value = getattr(module, key)
+            if value is not None and value is not False:  # padding_idx may be 0
+                raise ConfigError(f"{key}={value} of an embedding that is cut over tp is not supported: leave it out")
 
 
 def _distribute(parameter: nn.Parameter, tp: TensorParallel, dim: int | None) -> nn.Parameter:

@@ -1,0 +1,49 @@
+"""What is refused before any process starts: a module or data that cannot run in a layout."""
+
+from typing import Any
+
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_3d.errors import ConfigError
+from lightning_3d.parallel.pipeline import check_engine
+from lightning_3d.parallel.stages import Layout
+
+
+def check_run(module: Any, datamodule: Any, layout: Layout, *, engine: str, microbatches: int) -> None:
+    """Whether the module can run on this data in this layout.
+
+    Raises:
+        ConfigError: a number of microbatches that the schedule cannot run, a setting without effect, or what the module refuses.
+        TypeError: the module does not say how it is split over pp or tp.
+    """
+    dims = layout.dims
+    check_engine(engine, pp=dims.pp, virtual_stages=layout.virtual_stages, microbatches=microbatches)
+    if not all(hasattr(module, name) for name in ("build_stage", "pipeline_loss", "pipeline_step")):
+        _check_plain(module, layout)
+    length = getattr(datamodule, "sequence_length", None)
+    if layout.sequence_parallel and length and length % dims.tp:
+        raise ConfigError(f"sequence_length={length} is not divisible by tp={dims.tp}, as sequence_parallel: true needs: change one")
+    if hasattr(module, "check_layout"):
+        module.check_layout(dims, layout.num_stages)
+    if hasattr(module, "check_data"):
+        module.check_data(datamodule)
+
+
+def _check_plain(module: Any, layout: Layout) -> None:
+    """A module that is no ``PipelineMixin`` may have its own parallelism in ``configure_model``, but no pipeline."""
+    name, dims = type(module).__name__, layout.dims
+    if dims.pp > 1:
+        raise TypeError(
+            f"pp={dims.pp}: {name} does not say what its stages are: derive it from PipelineMixin and define build_stage() and "
+            "pipeline_loss(), or set pp=1"
+        )
+    if dims.tp > 1 and not is_overridden("configure_model", module):
+        raise TypeError(
+            f"tp={dims.tp}: {name} does not say how it is cut: derive it from PipelineMixin and give it a tensor_parallel_plan, "
+            "define configure_model(), or set tp=1"
+        )
+    for key, value, default in (("data_parallel", layout.data_parallel, "ddp"), ("sequence_parallel", layout.sequence_parallel, False)):
+        if value != default:
+            raise ConfigError(
+                f"{key}={value} has no effect on {name}, which is no PipelineMixin: leave it out, or shard in configure_model()"
+            )
