@@ -6,9 +6,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from ranks_gpt import GPT, Data
-from scenario import full, global_name, quiet, trainer_of
+from scenario import global_name, quiet, trainer_of
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from lightning_3d.mesh import DP, SHARD, TP
+from lightning_3d.parallel.data import local
 from lightning_3d.strategy import ThreeDStrategy
 
 
@@ -36,13 +41,34 @@ class Record(pl.Callback):
         self.seen: dict[str, Any] = {"gradients": [], "losses": [], "norms": []}
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        self.seen["gradients"].append({global_name(name): full(p.grad) for name, p in module.named_parameters() if p.grad is not None})
+        self.seen["gradients"].append(full({name: p.grad for name, p in module.named_parameters() if p.grad is not None}))
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if outputs:  # empty under manual optimization
             self.seen["losses"].append(float(outputs["loss"]))
         norm = getattr(trainer.strategy, "last_grad_norm", None)
         self.seen["norms"].append(norm if norm is None else float(norm))
+
+
+def full(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The whole tensors by their global names; one collective for each axis that cuts any. FSDP cut last, so its cut is undone first."""
+    whole = {name: local(tensor).detach().clone() for name, tensor in tensors.items()}
+    for axis in (SHARD, DP, TP):
+        cut = {name: dim for name, tensor in tensors.items() if (dim := cut_dim(tensor, axis)) is not None}
+        if cut:
+            group = tensors[next(iter(cut))].device_mesh[axis].get_group()
+            parts: list[Any] = [None] * group.size()
+            dist.all_gather_object(parts, {name: whole[name] for name in cut}, group=group)
+            whole |= {name: torch.cat([part[name] for part in parts], dim) for name, dim in cut.items()}
+    return {global_name(name): tensor for name, tensor in whole.items()}
+
+
+def cut_dim(tensor: Tensor, axis: str) -> int | None:
+    """The dim that an axis of the mesh cuts, if it does."""
+    if not isinstance(tensor, DTensor) or axis not in tensor.device_mesh.mesh_dim_names:
+        return None
+    placement = tensor.placements[tensor.device_mesh.mesh_dim_names.index(axis)]
+    return None if placement.is_replicate() else placement.dim
 
 
 def trainer_for(case: Case, *callbacks: Any) -> Any:
@@ -62,7 +88,7 @@ def fit(case: Case) -> dict[str, Any]:
     module = case.module()
     trainer.fit(module, datamodule=Data(**case.data))
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    weights = {global_name(name): full(parameter) for name, parameter in module.named_parameters()}
+    weights = full(dict(module.named_parameters()))
     return record.seen | {"weights": weights, "metrics": metrics, "step": trainer.global_step}
 
 
