@@ -1,4 +1,4 @@
-"""What splitting costs: CPU-seconds of all ranks per 1,000 tokens, as a ratio to a plain one-process loop of the same model in the same run.
+"""What splitting costs: CPU-seconds of all ranks per 1,000 tokens, against a plain one-process loop of the same model in the same run.
 
     OMP_NUM_THREADS=1 python benchmarks/layouts.py
 
