@@ -141,6 +141,8 @@ class EndTogether:
 
     def after(self, launcher: RankLauncher) -> None:
         """At the end of a run: see to the processes that this one started, if it was interrupted."""
-        if self._strategy.lightning_module is not None and self._trainer.state.status == TrainerStatus.INTERRUPTED:
+        module = self._strategy.lightning_module
+        is_attached = module is not None and module._trainer is not None  # not where the run was refused before it began
+        if is_attached and self._trainer.state.status == TrainerStatus.INTERRUPTED:
             timeout_s = STOP_TIMEOUT_S if self._agreed else FAILURE_TIMEOUT_S
             launcher.end_children_at_exit(timeout_s, expected=self._agreed)
