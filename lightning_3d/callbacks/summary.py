@@ -31,10 +31,11 @@ class Summary(ModelSummary):
         self.loss = loss
         self.val_loss = val_loss
         self._first: dict[str, Tensor] = {}
+        self._last: dict[str, Tensor] = {}
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._first = {}
+        self._first, self._last = {}, {}
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -53,20 +54,17 @@ class Summary(ModelSummary):
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        losses = {
-            name: change(float(self._first[name]), float(trainer.callback_metrics[name]))
-            for name in (self.loss, self.val_loss)
-            if name in self._first
-        }
+        losses = {name: change(float(first), float(self._last[name])) for name, first in self._first.items()}
         last = last_checkpoint(trainer)
         steps = f"{trainer.global_step:,}" + ("" if self._first else ", all of them done before")
         resume = {"resume": resume_command(trainer, last)} if last else {}
         show(trainer, {"steps": steps, **losses, **folders(trainer, last), **resume})
 
     def _remember(self, trainer: Trainer, name: str) -> None:
-        """Keep the first value, as a tensor: nobody waits for the device here."""
-        if name not in self._first and name in trainer.callback_metrics:
-            self._first[name] = trainer.callback_metrics[name].detach().clone()
+        """Keep the first and the last value, as tensors: nobody waits for the device here."""
+        if name in trainer.callback_metrics:  # emptied when training begins, so that the sanity check's values are gone then
+            self._last[name] = trainer.callback_metrics[name].detach().clone()
+            self._first.setdefault(name, self._last[name])
 
     @staticmethod
     def _step(trainer: Trainer) -> str:

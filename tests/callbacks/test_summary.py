@@ -55,3 +55,8 @@ def test_shows_the_command_that_goes_on(fit, capsys, tmp_path, monkeypatch) -> N
     fit(Summary(), ModelCheckpoint(tmp_path), enable_checkpointing=True, max_steps=4, max_epochs=None)
     command = "python -m lightning_3d fit --config 'a b.yaml' --seed_everything 1 --ckpt_path last --trainer.max_steps 8"
     assert shown(capsys.readouterr().out)[1]["resume"] == command
+
+
+def test_a_run_without_validation_shows_the_sanity_checks_value(fit, capsys) -> None:
+    fit(Summary(), max_steps=2, max_epochs=None, num_sanity_val_steps=-1, val_check_interval=100, check_val_every_n_epoch=None)
+    assert shown(capsys.readouterr().out)[1]["val_lm_loss"] == "2.5000 -> 2.5000 (+0%)"
