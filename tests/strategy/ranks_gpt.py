@@ -135,15 +135,15 @@ def loader(trainer: Any, data: TensorDataset, rows: int = ROWS) -> DataLoader:
 class Data(pl.LightningDataModule):
     """Training data of whole batches; validation data with a short last batch."""
 
-    def __init__(self, *, train: int = BATCHES * ROWS, val: int = 0, val_length: int = LENGTH) -> None:
+    def __init__(self, *, rows: int = ROWS, val: int = 0, val_length: int = LENGTH) -> None:
         super().__init__()
-        self.sizes, self.val_length = (train, val), val_length
+        self.rows, self.val, self.val_length = rows, val, val_length
 
     def train_dataloader(self) -> DataLoader:
-        return loader(self.trainer, sequences(self.sizes[0]))
+        return loader(self.trainer, sequences(BATCHES * self.rows), self.rows)
 
     def val_dataloader(self) -> Any:
-        return loader(self.trainer, sequences(self.sizes[1], seed=4, length=self.val_length)) if self.sizes[1] else []
+        return loader(self.trainer, sequences(self.val, seed=4, length=self.val_length), self.rows) if self.val else []
 
     def test_dataloader(self) -> Any:
         return self.val_dataloader()

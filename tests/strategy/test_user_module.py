@@ -42,6 +42,16 @@ def test_gpt(layout: tuple[int, int, int], strategy: dict, plain: Seen, pool: Ra
     check(Case(layout, strategy=strategy), plain, pool)
 
 
+@pytest.mark.parametrize(
+    ("engine", "microbatches"), [("afab", 1), ("afab", 3), ("1f1b", 3), ("interleaved_1f1b", 1), ("interleaved_1f1b", 3)]
+)
+def test_numbers_of_microbatches(engine: str, microbatches: int, pool: RankPool) -> None:
+    """Fewer than stages, and not a multiple of them, where the schedule can."""
+    strategy = {"pp_engine": engine, "batch_accumulation_per_replica": microbatches, "virtual_stages": 2 if "inter" in engine else 1}
+    case = Case((1, 1, 2), strategy=strategy, data={"rows": 6})
+    check(case, pool.run(fit, 1, (replace(case, layout=None),))[0], pool)
+
+
 @pytest.mark.parametrize("layout", [(1, 2, 1), (1, 2, 2), (2, 2, 1)], ids=str)
 def test_parallelize_stage(layout: tuple[int, int, int], plain: Seen, pool: RankPool) -> None:
     check(Case(layout, ByHand), plain, pool)
