@@ -9,7 +9,6 @@ the others see their connections to it close, and whoever started them ends what
 """
 
 import atexit
-import datetime
 import logging
 import signal
 import subprocess
@@ -131,13 +130,21 @@ class EndTogether:
             return not self.is_lost
         self._agreements += 1
         try:
-            if self._store.add(f"arrived_{self._agreements}", 1) == self._strategy.world_size:
-                self._store.set(f"all_{self._agreements}", "")
-            self._store.wait([f"all_{self._agreements}"], datetime.timedelta(seconds=ARRIVAL_TIMEOUT_S))
-        except RuntimeError:
+            self.is_lost = not self._all_sign_in(self._store, f"agreement_{self._agreements}")
+        except RuntimeError:  # the store is gone with the rank that kept it
             self.is_lost = True
+        if self.is_lost:
             log.warning("No checkpoint was saved: a rank failed alone, so its part of the state is not sound")
         return not self.is_lost
+
+    def _all_sign_in(self, store: dist.TCPStore, name: str) -> bool:
+        """The same answer on all ranks that ask: who comes after the first has given up comes too late."""
+        if store.add(f"{name}_count", 1) == self._strategy.world_size:
+            return store.compare_set(name, "", "all") == b"all"
+        deadline = time.monotonic() + ARRIVAL_TIMEOUT_S
+        while not store.check([name]) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return store.compare_set(name, "", "lost") == b"all"
 
     def after(self, launcher: RankLauncher) -> None:
         """At the end of a run: see to the processes that this one started, if it was interrupted."""

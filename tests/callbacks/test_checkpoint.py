@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_3d import Checkpoint, latest_checkpoint
@@ -55,4 +56,4 @@ def test_folders_of_other_strategies_are_not_known(tmp_path: Path) -> None:
     checkpoint = Checkpoint(str(tmp_path), 1)
     trainer = Trainer(accelerator="cpu", strategy=ModelParallelStrategy(), logger=False, callbacks=[checkpoint])
     with pytest.raises(ConfigError, match="ModelParallelStrategy: use Lightning's ModelCheckpoint"):
-        checkpoint.setup(trainer, None, "fit")  # type: ignore[arg-type]
+        checkpoint.setup(trainer, BoringModel(), "fit")

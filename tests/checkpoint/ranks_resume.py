@@ -7,9 +7,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from scenario import full, global_name, quiet, trainer_of
+from scenario import global_name, quiet, trainer_of
+from torch.distributed.tensor import DTensor
 
 from lightning_3d.callbacks import Checkpoint
 from lightning_3d.checkpoint import restore
@@ -129,6 +131,16 @@ class Momentum(LlamaModule):
         return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
 
 
+class NoDecay(LlamaModule):
+    """The same optimizer with other options."""
+
+    def configure_optimizers(self) -> Any:
+        configured = super().configure_optimizers()
+        for group in configured["optimizer"].param_groups:
+            group["weight_decay"] = 0.0
+        return configured
+
+
 class WithAnything(LlamaModule):
     """Hyper-parameters as people have them."""
 
@@ -151,9 +163,26 @@ def state(trainer: Any, module: Any) -> dict[str, torch.Tensor]:
     moments = trainer.optimizers[0].state
     tensors = {}
     for name, parameter in module.named_parameters():
-        tensors[global_name(name)] = full(parameter)
-        tensors |= {f"{global_name(name)}:{key}": full(value) for key, value in moments[parameter].items()}
-    return tensors
+        tensors[global_name(name)] = parameter
+        tensors |= {f"{global_name(name)}:{key}": value for key, value in moments[parameter].items()}
+    return whole(tensors)
+
+
+def whole(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Many tensors with one gather for each axis of their meshes; cuts are undone in the order of the axes, fsdp's before tp's."""
+    sharded = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+    held = {name: getattr(tensor, "_local_tensor", tensor).detach().clone() for name, tensor in tensors.items()}
+    for mesh in {tensor.device_mesh for tensor in sharded.values()}:
+        for axis in range(mesh.ndim):
+            cuts = {
+                name: t.placements[axis].dim
+                for name, t in sharded.items()
+                if t.device_mesh == mesh and not t.placements[axis].is_replicate()
+            }
+            parts: list[Any] = [None] * mesh.size(axis)
+            dist.all_gather_object(parts, {name: held[name] for name in cuts}, group=mesh.get_group(axis))
+            held |= {name: torch.cat([part[name] for part in parts], dim) for name, dim in cuts.items()}
+    return held
 
 
 def fit(run: Run) -> dict[str, Any]:

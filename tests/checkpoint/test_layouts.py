@@ -33,9 +33,10 @@ OF_EIGHT = [
     Layout(dp=2, tp=2, pp=2, mode="fsdp"),
     Layout(dp=4, tp=2, mode="hsdp", sequence_parallel=True),
     Layout(dp=4, tp=2, mode="fsdp"),
-    Layout(dp=2, pp=4),
 ]
-TIED = [Layout(), Layout(pp=2), Layout(tp=2, pp=2), Layout(dp=2, mode="fsdp"), Layout(dp=2, pp=2, mode="fsdp")]
+TIED = [Layout(), Layout(pp=2), Layout(dp=2, pp=2, mode="fsdp"), Layout(tp=2, pp=2)]
+TIMEOUT_S = 250  # eight processes may have to start first
+ONWARD = {"max_steps": SAVED + 2}
 
 
 class Saved:
@@ -48,7 +49,8 @@ class Saved:
         key = f"{layout}-{sorted(model.items())}"
         folder = self._root / str(layout) / str(len(model))
         if key not in self._seen:
-            self._seen[key] = self._pool.run(fit, layout.world_size, (Run(layout, str(folder), model=model),))
+            run = Run(layout, str(folder), model=model, trainer=ONWARD)
+            self._seen[key] = self._pool.run(fit, layout.world_size, (run,), timeout_s=TIMEOUT_S)
         return str(step_folder(folder, SAVED)), self._seen[key]
 
 
@@ -63,7 +65,7 @@ def pairs(layouts: list[Layout]) -> list[Any]:
 
 def check(a: Layout, b: Layout, saved: Saved, pool: RankPool, folder: Path, **model: Any) -> None:
     path, before = saved.by(a, **model)
-    after = pool.run(fit, b.world_size, (Run(b, str(folder), resume=path, model=model),))
+    after = pool.run(fit, b.world_size, (Run(b, str(folder), resume=path, model=model, trainer=ONWARD),), timeout_s=TIMEOUT_S)
     whole = {key: value for rank in before for key, value in rank["saved"].items()}
     for rank in after:
         for key, value in rank["loaded"].items():

@@ -6,7 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from ranks_resume import SAVED, STEPS, Layout, Momentum, Run, WithAnything, evaluate, fit, fit_from_weights, fit_with_model_checkpoints
+from ranks_resume import (
+    SAVED,
+    STEPS,
+    Layout,
+    Momentum,
+    NoDecay,
+    Run,
+    WithAnything,
+    evaluate,
+    fit,
+    fit_from_weights,
+    fit_with_model_checkpoints,
+)
 
 from lightning_3d.checkpoint import is_whole, load_trainer_state, step_folder
 from lightning_3d.testing import RankPool
@@ -59,11 +71,14 @@ def test_hyper_parameters_of_any_kind(run: tuple[Run, Seen], pool: RankPool, tmp
         assert mine["losses"] == theirs["losses"][SAVED:]
 
 
-def test_options_of_the_optimizer_are_resumed(run: tuple[Run, Seen]) -> None:
-    """By parameter name, once for each group of each stage: two stages, with and without decay."""
-    (groups,) = load_trainer_state(str(step_folder(run[0].folder, SAVED)))["optimizer_groups"]
+def test_options_of_the_optimizer_are_resumed(run: tuple[Run, Seen], pool: RankPool, tmp_path: Path) -> None:
+    """By parameter name, for each group of each stage: with and without decay. As in torch the checkpoint's win over the run's."""
+    path = str(step_folder(run[0].folder, SAVED))
+    (groups,) = load_trainer_state(path)["optimizer_groups"]
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0, 0.1, 0.0]
     assert "layers.3.input_layernorm.weight" in groups[3]["params"]
+    new = replace(run[0], folder=str(tmp_path), resume=path, module_type=NoDecay)
+    assert [seen["losses"] for seen in pool.run(fit, 2, (new,))] == [seen["losses"][SAVED:] for seen in run[1]]
 
 
 def test_weights_only(with_model_checkpoints: tuple[Path, Seen], pool: RankPool, tmp_path: Path) -> None:

@@ -1,0 +1,85 @@
+"""Starts runs as a person does, under Lightning's own launcher or under torchrun, and watches them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+START_S = 120  # importing torch and Lightning, on a busy machine
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+LAUNCHERS = {"lightning": [], "torchrun": TORCHRUN}
+
+
+class Run:
+    """A command that is running, the leader of its own process group."""
+
+    def __init__(self, command: list[str], folder: Path) -> None:
+        self.folder = folder
+        self.log = folder / "output.txt"
+        with self.log.open("w") as file:
+            environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+            self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=file, stderr=file, start_new_session=True)
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text()
+
+    def wait(self, timeout_s: float = START_S) -> int:
+        """The exit code."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {timeout_s} s\n{self.output}") from None
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + START_S
+        while not condition():
+            assert self.process.poll() is None, f"ended with {self.process.returncode}\n{self.output}"
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.05)
+
+    def members(self) -> list[int]:
+        """Ids of the processes in its session that are running."""
+        found = []
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                state, _, _, session = stat.read_text().rpartition(") ")[2].split()[:4]
+            except OSError:  # it has ended meanwhile
+                continue
+            found += [int(stat.parent.name)] if int(session) == self.process.pid and state != "Z" else []
+        return found
+
+    def close(self) -> None:
+        for pid in self.members():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+class Starter:
+    """Starts Python in a folder; what is still running at the end of the test is killed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._runs: list[Run] = []
+
+    def __call__(self, *arguments: str | Path, launcher: str = "lightning") -> Run:
+        self._runs.append(Run([sys.executable, *LAUNCHERS[launcher], *map(str, arguments)], self.folder))
+        return self._runs[-1]
+
+    def close(self) -> None:
+        for run in self._runs:
+            run.close()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Starter]:
+    starter = Starter(tmp_path)
+    yield starter
+    starter.close()
