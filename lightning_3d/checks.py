@@ -13,8 +13,8 @@ def check_run(module: Any, datamodule: Any, layout: Layout, *, engine: str, micr
     """Whether the module can run on this data in this layout.
 
     Raises:
-        ConfigError: a number of microbatches that the schedule cannot run, a setting without effect, or what the module refuses.
-        TypeError: the module does not say how it is split over pp or tp.
+        ConfigError: a number of microbatches that the schedule cannot run, a setting without effect, a module that does not say how it
+            is split over pp or tp, or what the module itself refuses.
     """
     dims = layout.dims
     check_engine(engine, pp=dims.pp, virtual_stages=layout.virtual_stages, microbatches=microbatches)
@@ -33,12 +33,12 @@ def _check_plain(module: Any, layout: Layout) -> None:
     """A module that is no ``PipelineMixin`` may have its own parallelism in ``configure_model``, but no pipeline."""
     name, dims = type(module).__name__, layout.dims
     if dims.pp > 1:
-        raise TypeError(
+        raise ConfigError(
             f"pp={dims.pp}: {name} does not say what its stages are: derive it from PipelineMixin and define build_stage() and "
             "pipeline_loss(), or set pp=1"
         )
     if dims.tp > 1 and not is_overridden("configure_model", module):
-        raise TypeError(
+        raise ConfigError(
             f"tp={dims.tp}: {name} does not say how it is cut: derive it from PipelineMixin and give it a tensor_parallel_plan, "
             "define configure_model(), or set tp=1"
         )

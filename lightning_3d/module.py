@@ -84,12 +84,11 @@ class PipelineMixin:
         """Override to refuse layouts that the model cannot have; called before any process starts.
 
         Raises:
-            TypeError: the module does not define its stages or its loss.
-            ConfigError: tensor parallelism without a plan.
+            ConfigError: the module does not define its stages or its loss, or has no plan for tensor parallelism.
         """
         missing = [name for name in ("build_stage", "pipeline_loss") if getattr(type(self), name) is getattr(PipelineMixin, name)]
         if missing:
-            raise TypeError(f"{type(self).__name__} must define {' and '.join(f'{name}()' for name in missing)}, as PipelineMixin needs")
+            raise ConfigError(f"{type(self).__name__} must define {' and '.join(f'{name}()' for name in missing)}, as PipelineMixin needs")
         if dims.tp > 1 and not self.tensor_parallel_plan and not hasattr(self, "parallelize_stage"):
             raise ConfigError(
                 f"tp={dims.tp}: {type(self).__name__} has no tensor_parallel_plan and no parallelize_stage(): define one, or set tp=1"

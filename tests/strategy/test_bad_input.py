@@ -132,7 +132,7 @@ def test_module_against_layout(module: Any, data: Any, strategy: dict, message: 
 )
 def test_module_without_what_it_must_define(module: Any, strategy: dict, message: str) -> None:
     refusing = trainer(2, **strategy)
-    with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
         refusing.fit(module, datamodule=Data())
     assert refusing.strategy.launcher.procs == []
 
