@@ -52,7 +52,7 @@ def _show(error: ConfigError) -> None:
     """One line from one rank where all have the same error: the first to end takes the others with it while they wait here."""
     rank = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
     if rank:
-        time.sleep(2)
+        time.sleep(5)
     sys.stderr.write(f"error{f' on rank {rank}' if rank else ''}: {error}\n")
 
 
