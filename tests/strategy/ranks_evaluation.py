@@ -47,6 +47,33 @@ def _evaluate(trainer: Any, module: Any, data: dict[str, Any]) -> tuple[dict[str
     return metrics, trainer.predict(module, datamodule=Data(**data))
 
 
+class Counts(GPT):
+    """Counts the microbatches of each training batch on the last stage."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.microbatches: set[int] = set()
+        loss, _ = self.pipeline_step(batch)
+        self.counts.append(len(self.microbatches))
+        return loss
+
+    def pipeline_loss(self, output: Tensor, microbatch: Any) -> Any:
+        self.microbatches.add(hash(microbatch[0].numpy().tobytes()))
+        return super().pipeline_loss(output, microbatch)
+
+
+def refit(case: Case) -> list[int]:
+    """Microbatches of a batch, with two data modules after each other on one Trainer."""
+    quiet()
+    module, trainer = Counts(), trainer_for(case)
+    module.counts = []
+    for count in (2, 4):
+        data = Data()
+        data.batch_accumulation_per_replica = count
+        trainer.fit_loop.epoch_progress.reset()
+        trainer.fit(module, datamodule=data)
+    return module.counts
+
+
 def untrained(case: Case) -> list[Tensor]:
     """Predictions of a trainer that never fitted."""
     quiet()

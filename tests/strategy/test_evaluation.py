@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from comparison import Seen, assert_same_training
-from ranks_evaluation import InferenceMode, Predicts, fit_then_test, untrained
+from ranks_evaluation import InferenceMode, Predicts, fit_then_test, refit, untrained
 from ranks_fit import Case, fit
 
 from lightning_3d.testing import RankPool
@@ -66,3 +66,9 @@ def test_predict_without_a_fit(pool: RankPool) -> None:
     ranks = [torch.cat(ids) for ids in pool.run(untrained, 4, (case,))]
     assert torch.equal(ranks[0], ranks[1])  # of one replica, which reads every second sequence
     assert torch.equal(torch.stack((ranks[0], ranks[2]), 1).flatten(0, 1), plain)
+
+
+def test_microbatches_of_each_data_module(pool: RankPool) -> None:
+    first, last = pool.run(refit, 2, (Case((1, 1, 2), strategy={"batch_accumulation_per_replica": None}),))
+    assert last == [2] * 4 + [4] * 4
+    assert first == [0] * 8
