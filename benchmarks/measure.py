@@ -1,29 +1,26 @@
 """What the benchmarks share: a Llama, its plain PyTorch loop, and a Trainer that takes turns with that loop.
 
-Machines are noisy, and two processes at once slow each other down. So one ``fit`` is cut into short segments of a few steps, and between
-two of them rank 0 runs as many steps of the plain loop while the other ranks sleep: each segment is compared with the two plain ones
-around it, and the median of these ratios is what counts. Segments begin after a warm-up, so that nothing of start-up is in them.
+Machines are noisy, and processes that run at once slow each other down. So one ``fit`` is cut into segments of a few steps, and between two
+of them rank 0 runs as many steps of the plain loop while the other ranks sleep: each segment is compared with the plain ones before and
+after it, and the median of these ratios is what counts. Segments begin after a warm-up, so that nothing of start-up is in them. A third
+kind of segment, the plain loop on all ranks at once, says what company alone costs on the machine: no layout can be below it but by chance.
 
-CPU-seconds are user + system of all threads of the rank (what the kernel copies for a collective is in them, waiting is not). Peak
-memory is how much the resident set of the dearest rank grew, from before the model to the end of the warm-up.
+CPU-seconds are user + system of all threads of a rank: what the kernel copies for a collective is in them, waiting is not. Peak memory
+is how much the resident set of a rank grew, from before the model to the end of the warm-up.
 """
 
-import json
 import logging
-import platform
-import time
 import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
-from datetime import date
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from statistics import quantiles
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from figures import Cost, now, since
 from torch import Tensor
 
 from lightning_3d.model.config import LlamaConfig
@@ -36,6 +33,7 @@ from lightning_3d.strategy import ThreeDStrategy
 
 Batch = dict[str, Tensor]
 BATCHES = 8  # of random tokens, used in turn
+LEARNING_RATE, BETAS, WEIGHT_DECAY = 3e-4, (0.9, 0.95), 0.1
 
 
 @dataclass(frozen=True)
@@ -53,8 +51,8 @@ class Setting:
     accumulation: int = 4
     clip: float = 1.0  # 0 leaves clipping out
     warmup: int = 3  # steps
-    steps: int = 4  # of a segment
-    segments: int = 12
+    steps: int = 2  # of a segment
+    segments: int = 16
 
     @property
     def llama(self) -> LlamaConfig:
@@ -70,9 +68,9 @@ class Setting:
         )
 
     @property
-    def step_tokens(self) -> int:
-        """Tokens of one replica's step."""
-        return self.micro_batch * self.accumulation * self.sequence
+    def segment_tokens(self) -> int:
+        """Tokens of one replica's segment."""
+        return self.steps * self.micro_batch * self.accumulation * self.sequence
 
     def batches(self, replica: int = 0) -> Iterator[Batch]:
         """Random tokens without end, other ones for each replica."""
@@ -83,34 +81,29 @@ class Setting:
             yield from ({"input_ids": x[:, :-1], "labels": x[:, 1:]} for x in ids)
 
 
-@dataclass(frozen=True)
-class Segment:
-    """What one stretch of steps took on one rank."""
-
-    wall_s: float
-    cpu_s: float
-
-
 class PlainLoop:
-    """The same model, loss, optimizer and microbatches as the strategy's, as one writes them without it."""
+    """The strategy's model, loss, optimizer, clipping and microbatches, as one writes them without it."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         with torch.device("meta"):
             self.model = LlamaStage(setting.llama, range(setting.layers), first=True, last=True)
         materialise(self.model, 42, torch.device("cpu"))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), LEARNING_RATE, BETAS, weight_decay=WEIGHT_DECAY, fused=True)
         self.batches = setting.batches()
+        self._take(setting.warmup)
 
-    def run(self, steps: int) -> Segment:
-        """Train and take the time."""
+    def segment(self) -> Cost:
+        """Train a segment and take the time."""
         start = now()
-        for _ in range(steps):
-            self.step(next(self.batches))
+        self._take(self.setting.steps)
         return since(start)
 
-    def step(self, batch: Batch) -> None:
-        """One optimizer step."""
+    def _take(self, steps: int) -> None:
+        for _ in range(steps):
+            self._step(next(self.batches))
+
+    def _step(self, batch: Batch) -> None:
         tokens = (batch["labels"] != IGNORE_INDEX).sum()
         self.optimizer.zero_grad()
         size = self.setting.micro_batch
@@ -122,37 +115,45 @@ class PlainLoop:
         self.optimizer.step()
 
 
+@dataclass
+class Costs:
+    """The segments of one rank in their order; ``alone`` only on rank 0, and one longer, for the plain loop is first and last."""
+
+    ours: list[Cost] = field(default_factory=list)
+    alone: list[Cost] = field(default_factory=list)
+    at_once: list[Cost] = field(default_factory=list)
+    peak_nbytes: int = 0
+
+
 class TakeTurns(pl.Callback):
-    """After the warm-up: a segment of the plain loop, then one of the Trainer, and so on; a plain one ends it."""
+    """After the warm-up: segments of the plain loop on rank 0, of it on all ranks at once, of the Trainer, and so on."""
 
     def __init__(self, setting: Setting) -> None:
-        self.setting = setting
-        self.plain: list[Segment] = []
-        self.ours: list[Segment] = []
-        self.peak_nbytes = 0
+        self.setting, self.costs = setting, Costs()
+        self._base_nbytes = forget_peak()
         self._loop: PlainLoop | None = None
-        self._base_nbytes = reset_peak()
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """The segment of the Trainer ends here, and the next begins when the plain loop has run."""
+        """A segment of the Trainer ends here, and the next one begins."""
         done = batch_idx + 1 - self.setting.warmup
         if done < 0 or done % self.setting.steps:
             return
         if done:
-            self.ours.append(since(self._start))
+            self.costs.ours.append(since(self._start))
         else:
-            self.peak_nbytes = peak_nbytes() - self._base_nbytes
-        dist.barrier()
-        if dist.get_rank() == 0:
-            self._run_plain()
-        dist.barrier()
+            self.costs.peak_nbytes = peak_nbytes() - self._base_nbytes
+        self._others()
         self._start = now()
 
-    def _run_plain(self) -> None:
-        if self._loop is None:
-            self._loop = PlainLoop(self.setting)
-            self._loop.run(self.setting.warmup)
-        self.plain.append(self._loop.run(self.setting.steps))
+    def _others(self) -> None:
+        self._loop = self._loop or PlainLoop(self.setting)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            self.costs.alone.append(self._loop.segment())
+        dist.barrier()
+        if dist.get_world_size() > 1:
+            self.costs.at_once.append(self._loop.segment())
+            dist.barrier()
 
 
 class Replica:
@@ -165,15 +166,14 @@ class Replica:
         return self.setting.batches(self.strategy.mesh.coord.dp)
 
 
-def fit(setting: Setting, layout: dict[str, Any]) -> TakeTurns:
-    """Train in a layout and in the plain loop by turns; on every rank of a process group."""
+def fit(setting: Setting, layout: dict[str, Any]) -> Costs:
+    """Train in a layout and in the plain loop by turns; on every rank of a process group, or on one process without."""
     quiet()
     turns = TakeTurns(setting)
     strategy = ThreeDStrategy(batch_accumulation_per_replica=setting.accumulation, **layout)
-    devices = dist.get_world_size() if dist.is_initialized() else 1
     trainer = pl.Trainer(
         accelerator="cpu",
-        devices=devices,
+        devices=dist.get_world_size() if dist.is_initialized() else 1,
         strategy=strategy,
         max_steps=setting.warmup + setting.steps * setting.segments,
         gradient_clip_val=setting.clip or None,
@@ -184,26 +184,28 @@ def fit(setting: Setting, layout: dict[str, Any]) -> TakeTurns:
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
-    trainer.fit(LlamaModule(setting.llama, AdamW(lr_decay_style="constant")), Replica(setting, strategy))
-    return turns
+    optim = AdamW(LEARNING_RATE, *BETAS, weight_decay=WEIGHT_DECAY, lr_decay_style="constant")
+    trainer.fit(LlamaModule(setting.llama, optim), Replica(setting, strategy))
+    return turns.costs
 
 
-# ---- numbers -------------------------------------------------------------------------------------------------------------
+def options(parser: ArgumentParser, argv: list[str] | None) -> tuple[Namespace, Setting]:
+    """A benchmark's own options, and the setting, every field of which is an option."""
+    for each in fields(Setting):
+        parser.add_argument(f"--{each.name.replace('_', '-')}", type=type(each.default), default=each.default)
+    parsed = parser.parse_args(argv)
+    return parsed, Setting(**{each.name: getattr(parsed, each.name) for each in fields(Setting)})
 
 
-def now() -> Segment:
-    """Clocks of this process."""
-    return Segment(time.perf_counter(), time.process_time())
+def quiet() -> None:
+    """Leave the screen to the table."""
+    warnings.filterwarnings("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning_3d"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def since(start: Segment) -> Segment:
-    """What has passed on the clocks."""
-    end = now()
-    return Segment(end.wall_s - start.wall_s, end.cpu_s - start.cpu_s)
-
-
-def reset_peak() -> int:
-    """Forget the peak of the resident set, and give the present size in bytes (0 where the system does not tell)."""
+def forget_peak() -> int:
+    """Forget the peak of the resident set, and give its present size in bytes (0 where the system does not tell)."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -212,63 +214,7 @@ def reset_peak() -> int:
 
 
 def peak_nbytes() -> int:
-    """Peak of the resident set since ``reset_peak``."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
-
-
-def against_neighbours(ours: list[float], plain: list[float]) -> list[float]:
-    """Each of ours divided by the mean of the plain segments before and after it."""
-    return [2 * value / (before + after) for value, before, after in zip(ours, plain, plain[1:], strict=False)]
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    """Median and quartiles."""
-    low, middle, high = quantiles(values, n=4) if len(values) > 1 else (values[0],) * 3
-    return {"low": low, "median": middle, "high": high}
-
-
-# ---- command line --------------------------------------------------------------------------------------------------------
-
-
-def parse(parser: ArgumentParser, argv: list[str] | None, default_output: str) -> Namespace:
-    """Options of a benchmark: its own, and every field of the setting."""
-    for field in fields(Setting):
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
-    parser.add_argument("--output", type=Path, default=Path(default_output), help="where to write the figures as JSON")
-    options = parser.parse_args(argv)
-    options.setting = Setting(**{field.name: getattr(options, field.name) for field in fields(Setting)})
-    return options
-
-
-def write(path: Path, results: Any, **more: Any) -> None:
-    """The figures with what they were measured on."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"date": date.today().isoformat(), "machine": machine(), **more, "results": results}, indent=2) + "\n")
-
-
-def machine() -> dict[str, Any]:
-    """The kind of machine, without its name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
-    import os
-
-    return {"cpu": model, "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1), "torch": torch.__version__}
-
-
-def quiet() -> None:
-    """Leave the screen to the table."""
-    warnings.filterwarnings("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-
-def as_dict(setting: Setting) -> dict[str, Any]:
-    """For JSON."""
-    return asdict(setting)
+    """Peak of the resident set since ``forget_peak`` (0 where the system does not tell)."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
