@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from ranks_gpt import GPT
 from torch import Tensor
-
-from lightning_3d.parallel.data import local
+from torch.distributed.tensor import DTensor
 
 
 class Quarter(GPT):
@@ -14,12 +13,17 @@ class Quarter(GPT):
         return 0.25 * super().training_step(batch, batch_idx)
 
 
+def own_part(parameter: Tensor) -> Tensor:
+    """As a user writes it, with its gradient."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
 class Decayed(GPT):
     """An L2 term of the module's own parameters: each rank adds that of its own stages, by ordinary autograd."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        return loss + 0.03 * torch.stack([local(parameter).pow(2).sum() for parameter in self.parameters()]).sum()
+        return loss + 0.03 * torch.stack([own_part(parameter).pow(2).sum() for parameter in self.parameters()]).sum()
 
 
 class Twice(GPT):
