@@ -29,7 +29,7 @@ class Gradients:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], mesh: Mesh, partial: set[str], tied: Mapping[str, list[int]]) -> None:
-        self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
+        self._parameters = dict(parameters)  # frozen ones too: they may thaw
         self._mesh, self._partial, self._tied = mesh, partial, tied
         # Sums of the earlier batches of an accumulation, which no other rank has seen. Not in p.grad: what ordinary autograd puts there
         # (a user's L2 term) is whole on every rank and must not be added up over them.
@@ -89,7 +89,8 @@ class Gradients:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     def _reduce(self, fresh: dict[str, Tensor]) -> None:
-        for name in self._tied.keys() & self._parameters.keys():
+        tied = {name: holders for name, holders in self._tied.items() if name in self._parameters and self._parameters[name].requires_grad}
+        for name in tied:
             fresh.setdefault(name, torch.zeros_like(local(self._parameters[name])))
         partial = {name: gradient for name, gradient in fresh.items() if name in self._partial}
         if partial:
@@ -97,7 +98,7 @@ class Gradients:
         copies = {name: gradient for name, gradient in fresh.items() if not is_reduced_by_fsdp(self._parameters[name])}
         if copies and self._mesh.dims.dp > 1:
             fresh |= add_up(copies, self._mesh.dp_group)
-        exchange_tied(fresh, self._tied, self._mesh)
+        exchange_tied(fresh, tied, self._mesh)
 
 
 class _HandOver(torch.autograd.Function):

@@ -14,11 +14,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.utils import _pytree as pytree
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.mesh import Mesh
 from lightning_3d.parallel.data import set_last_microbatch
-from lightning_3d.parallel.microbatch import signature
+from lightning_3d.parallel.microbatch import signature, tensor_leaves
 
 Engine = Literal["afab", "1f1b", "interleaved_1f1b"]
 ENGINES: tuple[str, ...] = get_args(Engine)
@@ -98,6 +99,13 @@ def split_layers(num_layers: int, num_stages: int, *, first_cost: float = 0.0, l
     return [range(start, end) for start, end in pairwise(ends)]
 
 
+def _require_grad(stage: nn.Module, args: Any, output: Any) -> Any:
+    """The output of a stage that is all frozen requires grad like any other's: schedules settle once what is sent back, and it may thaw."""
+    if not torch.is_grad_enabled() or any(tensor.requires_grad for tensor in tensor_leaves(output)):
+        return None
+    return pytree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.is_floating_point()), output)
+
+
 class TrainingRunner:
     """Forward and backward of all microbatches through this rank's stages.
 
@@ -121,6 +129,7 @@ class TrainingRunner:
         self._schedules: dict[Any, Any] = {}
         for index, stage in stages.items():
             stage.register_forward_pre_hook(self._look_up(first=index == 0), with_kwargs=True)
+            stage.register_forward_hook(_require_grad)
 
     def run(self, microbatches: list[Any], device: torch.device) -> None:
         """Run them; gradients are in ``.grad`` afterwards, FSDP's already added up over dp."""

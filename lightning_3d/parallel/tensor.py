@@ -235,7 +235,7 @@ def local_leaves(parameters: Mapping[str, nn.Parameter]) -> Iterator[dict[str, T
     ``to_local()`` costs a DTensor, made in Python, in the backward of each use, and DTensors add up through dispatch: half of a step's
     time for a small model on a CPU. Leaves add up in C++.
     """
-    lent = {name: p for name, p in parameters.items() if isinstance(p, DTensor) and p.device_mesh.ndim == 1}
+    lent = {name: p for name, p in parameters.items() if isinstance(p, DTensor) and p.device_mesh.ndim == 1 and p.requires_grad}
     leaves = {name: p.to_local().detach().requires_grad_() for name, p in lent.items()}
     for name, leaf in leaves.items():
         lent[name].local_leaf = leaf  # type: ignore[attr-defined]
