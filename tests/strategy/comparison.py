@@ -10,7 +10,8 @@ Seen = dict[str, Any]
 def assert_same_training(ranks: list[Seen], plain: Seen, *, atol: float = 1e-12, losses: bool = True) -> None:
     """Gradients of every step and last weights, of every parameter of every rank; all parameters are on some rank."""
     assert set().union(*(seen["weights"] for seen in ranks)) == plain["weights"].keys()
-    assert set().union(*(seen["gradients"][0] for seen in ranks)) == plain["gradients"][0].keys()
+    for step, gradients in enumerate(plain["gradients"]):
+        assert set().union(*(seen["gradients"][step] for seen in ranks)) == gradients.keys()
     for rank, seen in enumerate(ranks):
         assert len(seen["gradients"]) == len(plain["gradients"]) == plain["step"] == seen["step"]
         for step, gradients in enumerate(seen["gradients"]):

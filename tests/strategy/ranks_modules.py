@@ -98,3 +98,28 @@ class ForModelParallel(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), LEARNING_RATE)
+
+
+class Frozen(GPT):
+    """The embedding (a tied head) and the first layer stay as they are."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.freeze_some()
+
+    def freeze_some(self) -> None:
+        for name, parameter in self.named_parameters():
+            if ".wte." in name or ".h.0." in name:
+                parameter.requires_grad_(False)
+
+
+class Thawing(Frozen):
+    """Everything is frozen but the last norm, until the third batch."""
+
+    def freeze_some(self) -> None:
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(".ln_f." in name)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.requires_grad_(True)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from comparison import Seen, assert_same_training
 from ranks_fit import Case, fit
-from ranks_modules import ByHand, ForModelParallel, Plain, PlainManual, ShardedByHand
+from ranks_modules import ByHand, ForModelParallel, Frozen, Plain, PlainManual, ShardedByHand, Thawing
 
 from lightning_3d.testing import RankPool
 
@@ -55,6 +55,13 @@ def test_numbers_of_microbatches(engine: str, microbatches: int, pool: RankPool)
 @pytest.mark.parametrize("layout", [(1, 2, 1), (1, 2, 2), (2, 2, 1)], ids=str)
 def test_parallelize_stage(layout: tuple[int, int, int], plain: Seen, pool: RankPool) -> None:
     check(Case(layout, ByHand), plain, pool)
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 2), (1, 2, 1), (1, 2, 2)], ids=str)
+@pytest.mark.parametrize("module", [Frozen, Thawing])
+def test_frozen_parameters(module: type, layout: tuple[int, int, int], pool: RankPool) -> None:
+    case = Case(layout, module)
+    check(case, pool.run(fit, 1, (replace(case, layout=None),))[0], pool)
 
 
 @pytest.mark.parametrize("layout", [(2, 1, 1), (2, 1, 2)], ids=str)
