@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import ModelParallelStrategy
 
@@ -19,6 +19,25 @@ def test_saves_at_the_interval_and_at_the_end(fit: Any, tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "c")) == ["step-3", "step-6", "step-8"]
     assert checkpoint.last_model_path == checkpoint.best_model_path == str(tmp_path / "c" / "step-8")
     assert trainer.checkpoint_callbacks == [checkpoint]  # Lightning adds none of its own
+
+
+class CountSaves(Callback):
+    steps: list[int]
+
+    def on_fit_start(self, *args: Any) -> None:
+        self.steps = []
+
+    def on_save_checkpoint(self, trainer: Trainer, *args: Any) -> None:
+        self.steps.append(trainer.global_step)
+
+
+def test_saves_no_step_twice(fit: Any, tmp_path: Path) -> None:
+    """At the end only what the interval has not saved; a run that was finished has nothing to save."""
+    count = CountSaves()
+    fit(Checkpoint(str(tmp_path), 4), count, batches=8, enable_checkpointing=True)
+    assert count.steps == [4, 8]
+    fit(Checkpoint(str(tmp_path), 4), count, batches=8, enable_checkpointing=True, ckpt_path=tmp_path / "step-8")
+    assert count.steps == []
 
 
 def test_goes_on_where_it_stopped(fit: Any, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from scenario import global_name, quiet, trainer_of
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.callbacks import Checkpoint
@@ -100,10 +101,10 @@ class Run:
 
 
 class Record(pl.Callback):
-    """Loss and learning rate of each batch; state when training starts and after each step, of rank and whole model."""
+    """Number, loss and learning rate of each batch; state when training starts and after each step, of rank and whole model."""
 
     def __init__(self) -> None:
-        self.seen: dict[str, Any] = {"losses": [], "rates": []}
+        self.seen: dict[str, Any] = {"losses": [], "rates": [], "batches": []}
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self.seen["first_step"] = trainer.global_step
@@ -112,6 +113,7 @@ class Record(pl.Callback):
             self.seen["loaded"] = state(trainer, module)
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.seen["batches"].append(batch_idx)
         self.seen["rates"].append(trainer.optimizers[0].param_groups[0]["lr"])
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -160,6 +162,9 @@ class FromWeights(LlamaModule):
 
 def state(trainer: Any, module: Any) -> dict[str, torch.Tensor]:
     """Weights and moments of this rank's parameters, at full shape."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()  # validation has left whole parameters in place of the optimizer's
     moments = trainer.optimizers[0].state
     tensors = {}
     for name, parameter in module.named_parameters():
