@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, SumMetric
 
 from lightning_3d.errors import ConfigError
+from lightning_3d.mesh import Mesh, ParallelDims
+from lightning_3d.parallel.guard import BatchGuard
 
 
 class Counting(GPT):
@@ -121,6 +123,17 @@ def refused(case: Case, batches: Batches) -> str:
     quiet()
     try:
         trainer_for(case).fit(case.module(), batches)
+    except ConfigError as error:
+        return str(error)
+    return "accepted"
+
+
+def guarded(tp: int, wrong_at: int) -> str:
+    """The error of a guard that sees 202 batches of which rank 1 has another one at ``wrong_at``."""
+    guard = BatchGuard(Mesh.build(ParallelDims(tp=tp, dp=2 // tp), "cpu"), torch.device("cpu"))
+    try:
+        for number in range(202):
+            guard.check({"a": torch.arange(3), "b": [torch.tensor(number == wrong_at and torch.distributed.get_rank() == 1)]})
     except ConfigError as error:
         return str(error)
     return "accepted"
