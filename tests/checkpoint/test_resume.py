@@ -15,13 +15,14 @@ from lightning_3d.checkpoint import step_folder, whole_steps
 from lightning_3d.testing import RankPool
 
 Seen = list[dict[str, Any]]
-VALIDATED = {"limit_val_batches": 1, "val_check_interval": 4, "check_val_every_n_epoch": None}
+VALIDATED = {"limit_val_batches": 1, "val_check_interval": 1, "check_val_every_n_epoch": None}
 TWO_RANKS = {
     "dp": Run(Layout(dp=2, mode="fsdp"), "", trainer=VALIDATED),
     "pp-accumulate": Run(Layout(pp=2), "", accumulate=2),
     "tp-epochs": Run(Layout(tp=2), "", trainer={"max_steps": -1, "max_epochs": 3, "limit_train_batches": 3}),
 }
 EPOCHS = 9
+ALIKE = ("losses", "rates", "batches")
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +43,9 @@ def resume(pool: RankPool, name: str, path: str | Path, folder: Path, **changes:
     return pool.run(fit, 2, (replace(TWO_RANKS[name], folder=str(folder), resume=str(path), **changes),))
 
 
-def assert_bitwise(after: Seen, before: Seen, steps: int, batches_a_step: int = 1) -> None:
+def assert_bitwise(after: Seen, before: Seen, steps: int, batches_a_step: int = 1, keys: tuple[str, ...] = ALIKE) -> None:
     for mine, theirs in zip(after, before, strict=True):
-        for key in ("losses", "rates", "batches"):
+        for key in keys:
             assert mine[key] == theirs[key][steps * batches_a_step :], key
         assert (mine["step"], mine["consumed"]) == (theirs["step"], theirs["consumed"])
         assert [key for key, value in mine["final"].items() if not torch.equal(value, theirs["final"][key])] == []
@@ -74,10 +75,10 @@ def test_a_finished_run_again_is_a_no_op(name: str, straight: Any, pool: RankPoo
 
 
 def test_a_finished_run_can_be_prolonged(straight: Any, pool: RankPool, tmp_path: Path) -> None:
-    """Its last checkpoint was saved at the end, not at an interval."""
+    """Its last checkpoint was saved at the end, not at an interval. Its epoch was at an end, too, so batches are numbered anew."""
     short = replace(TWO_RANKS["dp"], folder=str(tmp_path), trainer=VALIDATED | {"max_steps": 3})
     assert pool.run(fit, 2, (short,))[0]["last"] == str(step_folder(tmp_path, 3))
-    assert_bitwise(resume(pool, "dp", step_folder(tmp_path, 3), tmp_path), straight("dp")[1], 3)
+    assert_bitwise(resume(pool, "dp", step_folder(tmp_path, 3), tmp_path), straight("dp")[1], 3, keys=ALIKE[:2])
 
 
 class Terminate(pl.Callback):
