@@ -20,11 +20,14 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
+
+from lightning_3d.data.workers import outlive_sigterm
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +72,12 @@ def _end(processes: Sequence["subprocess.Popen[bytes]"], timeout_s: float) -> No
         time.sleep(0.05)
     for process in processes:
         process.kill()
+
+
+def init_worker(worker: int, rank: int) -> None:
+    """In a worker of a DataLoader: random numbers of its own, the same for the ranks that read the same data; no end before its rank's."""
+    pl_worker_init_function(worker, rank)
+    outlive_sigterm(worker)
 
 
 class EndTogether:

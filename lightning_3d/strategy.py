@@ -17,7 +17,6 @@ from jaxtyping import Float
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -30,7 +29,7 @@ from typing_extensions import override
 from lightning_3d.checkpoint import load_trainer_state, remove, restore, save
 from lightning_3d.checks import check_run
 from lightning_3d.errors import ConfigError
-from lightning_3d.interrupt import EndTogether, RankLauncher
+from lightning_3d.interrupt import EndTogether, RankLauncher, init_worker
 from lightning_3d.mesh import Mesh, ParallelDims
 from lightning_3d.optim.clipping import clip_values, gradient_norm, scale_to_norm
 from lightning_3d.parallel.data import DATA_PARALLEL_MODES, DataParallel, start_equal
@@ -175,9 +174,9 @@ class ThreeDStrategy(ModelParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        # Lightning seeds workers by rank, which gives ranks of one replica different random transforms; it leaves what is set alone.
+        # Lightning seeds workers by rank, which gives ranks of one replica different random transforms; it leaves alone what is set.
         if isinstance(dataloader, torch.utils.data.DataLoader) and dataloader.worker_init_fn is None:
-            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.mesh.coord.dp)
+            dataloader.worker_init_fn = partial(init_worker, rank=self.mesh.coord.dp)
         return super().process_dataloader(dataloader)
 
     # ---- building --------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_3d.data.nanoset import Nanoset
 from lightning_3d.data.order import sample_ids
+from lightning_3d.data.workers import outlive_sigterm
 from lightning_3d.errors import ConfigError
 
 Batch = dict[str, Int64[Tensor, "n S"]]
@@ -75,6 +76,7 @@ class BatchLoader:
             sampler=range(begin, begin + self.length * self.stride, self.stride),
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
+            worker_init_fn=outlive_sigterm,
             generator=torch.Generator(),
         )
 

@@ -64,7 +64,7 @@ def main() -> None:
         enable_model_summary=False,
     )
     llama = LlamaConfig(vocab_size=512, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
-    data = NanosetDataModule(str(DATA), sequence_length=16, batch_accumulation_per_replica=2)
+    data = NanosetDataModule(str(DATA), sequence_length=16, batch_accumulation_per_replica=2, num_workers=1)
     trainer.fit(Model(llama), datamodule=data, ckpt_path=latest_checkpoint(checkpoints))
 
 

@@ -1,0 +1,41 @@
+"""Workers read on when a scheduler sends SIGTERM to every process, and end when their rank does."""
+
+import multiprocessing
+import os
+import signal
+import time
+
+import pytest
+from torch.utils.data import DataLoader
+
+from lightning_3d.data.workers import outlive_sigterm
+
+
+def loader() -> DataLoader[int]:
+    return DataLoader(range(50), batch_size=None, num_workers=1, prefetch_factor=2, worker_init_fn=outlive_sigterm)  # type: ignore[arg-type]
+
+
+@pytest.mark.timeout(60)
+def test_a_worker_that_is_told_to_end_reads_on() -> None:
+    """It has read only two ahead by then."""
+    iterator = iter(loader())
+    assert next(iterator) == 0
+    (worker,) = multiprocessing.active_children()
+    os.kill(worker.pid or 0, signal.SIGTERM)
+    assert list(iterator) == list(range(1, 50))
+
+
+@pytest.mark.timeout(60)
+def test_told_again_it_ends() -> None:
+    iterator = iter(loader())
+    next(iterator)
+    (worker,) = multiprocessing.active_children()
+    tell_to_end(worker.pid or 0, wait_s=0.5)
+    assert worker.is_alive()
+    with pytest.raises(RuntimeError, match="is killed by signal: Terminated"):
+        tell_to_end(worker.pid or 0, wait_s=30)
+
+
+def tell_to_end(pid: int, wait_s: float) -> None:
+    os.kill(pid, signal.SIGTERM)
+    time.sleep(wait_s)
