@@ -31,11 +31,12 @@ class Run:
         return self.log.read_text()
 
     def wait(self, timeout_s: float = START_S) -> int:
-        """The exit code."""
-        try:
-            return self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"still running after {timeout_s} s\n{self.output}") from None
+        """The exit code, when all processes of the run have ended."""
+        deadline = time.monotonic() + timeout_s
+        while self.process.poll() is None or self.members():  # a worker of a DataLoader looks for its rank every 5 s
+            assert time.monotonic() < deadline, f"still running after {timeout_s} s\n{self.output}"
+            time.sleep(0.05)
+        return self.process.returncode
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + START_S
