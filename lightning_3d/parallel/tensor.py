@@ -47,6 +47,8 @@ def all_reduce_sum(x: Float[Tensor, "..."], group: dist.ProcessGroup) -> Float[T
     Communication: all-reduce, tp, 2 (tp - 1) / tp x nbytes(x) sent a rank.
     Source: Shoeybi et al. 2019 (Megatron-LM), section 3.
     """
+    if group.size() == 2 and x.device.type == "cpu":  # the same bytes in one exchange instead of two: 2/3 of gloo's CPU time
+        return torch.add(*gather(x, group))
     x = x.contiguous().clone()
     dist.all_reduce(x, group=group)
     return x
@@ -219,10 +221,11 @@ def _local_property(name: str, scale: float) -> property:
 
     def local(self: nn.Module) -> Tensor | None:
         parameter: Tensor | None = self._parameters[name]
-        if not isinstance(parameter, DTensor) or parameter.device_mesh.ndim > 1:
-            return parameter
-        leaf: Tensor | None = getattr(parameter, "local_leaf", None)
-        tensor = parameter.to_local() if leaf is None else leaf
+        tensor: Tensor | None = getattr(parameter, "local_leaf", None)
+        if tensor is None:
+            if not isinstance(parameter, DTensor) or parameter.device_mesh.ndim > 1:
+                return parameter
+            tensor = parameter.to_local()
         return tensor if scale == 1.0 else tensor * scale
 
     return property(local)

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Iterator
 
 import pytest
 from torch.utils.data import DataLoader
@@ -11,25 +12,27 @@ from torch.utils.data import DataLoader
 from lightning_3d.data.workers import outlive_sigterm
 
 
-def loader() -> DataLoader[int]:
-    return DataLoader(range(50), batch_size=None, num_workers=1, prefetch_factor=2, worker_init_fn=outlive_sigterm)  # type: ignore[arg-type]
+def read_ahead() -> tuple[Iterator[int], multiprocessing.process.BaseProcess]:
+    """0 to 49, and the worker that reads them."""
+    others = multiprocessing.active_children()  # a RankPool's
+    loader = DataLoader(range(50), batch_size=None, num_workers=1, prefetch_factor=2, worker_init_fn=outlive_sigterm)  # type: ignore[arg-type]
+    iterator = iter(loader)
+    assert next(iterator) == 0
+    (worker,) = (process for process in multiprocessing.active_children() if process not in others)
+    return iterator, worker
 
 
 @pytest.mark.timeout(60)
 def test_a_worker_that_is_told_to_end_reads_on() -> None:
     """It has read only two ahead by then."""
-    iterator = iter(loader())
-    assert next(iterator) == 0
-    (worker,) = multiprocessing.active_children()
+    iterator, worker = read_ahead()
     os.kill(worker.pid or 0, signal.SIGTERM)
     assert list(iterator) == list(range(1, 50))
 
 
 @pytest.mark.timeout(60)
 def test_told_again_it_ends() -> None:
-    iterator = iter(loader())
-    next(iterator)
-    (worker,) = multiprocessing.active_children()
+    _iterator, worker = read_ahead()
     tell_to_end(worker.pid or 0, wait_s=0.5)
     assert worker.is_alive()
     with pytest.raises(RuntimeError, match="is killed by signal: Terminated"):
