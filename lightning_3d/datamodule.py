@@ -11,40 +11,59 @@ asked for. Lightning adds the batches done before to its own count and stops at 
 whatever passes over the data that takes; else an epoch is one pass, and what a pass leaves over (less than one batch) begins the next.
 """
 
+from bisect import bisect_right
+from collections.abc import Iterator
+from itertools import count, islice
 from typing import Any
 
+import numpy as np
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from lightning_3d.data.batches import Batches, BatchLoader
+from lightning_3d.data.batches import Batches, BatchLoader, Key
 from lightning_3d.data.nanoset import Nanoset
+from lightning_3d.data.stages import DataStage, Stages
+from lightning_3d.data.stream import InOrder, Samples, Stream
 from lightning_3d.errors import ConfigError
+
+LOOK_AT_TOKENS = 1 << 20  # of each set, before training begins
 
 
 class NanosetDataModule(LightningDataModule):
     """Batches {"input_ids", "labels"} of shape (micro_batch_size * batch_accumulation_per_replica, sequence_length).
 
     Args:
-        dataset_folder: Nanoset to train on, written by `prepare` or by datatrove.
+        dataset_folder: Nanoset to train on, written by `prepare` or by datatrove; or a list of several.
         sequence_length: tokens a sample.
         micro_batch_size: samples a microbatch.
         batch_accumulation_per_replica: microbatches a batch, on each data-parallel replica.
+        dataset_weights: share of each folder in the samples; null: by their sizes. At every moment shares are met within one sample.
+        max_epochs: refuse to read a folder more often than this; one number for all, or one (or null) for each.
+        data_stages: data that takes over at later steps.
+        mask_documents: attention within documents only: adds "position_ids", which restart with each document, and masks the labels
+            that are the first of a document.
+        eos_token_id: a document ends behind each of these tokens; null: where the folder's `.index` says.
         validation_folder: Nanoset for validation, test and predict: its samples in order, the last batch filled up with masked rows.
         validation_samples: use only so many samples of it, the same in every layout.
         num_workers: processes that read ahead; 0 reads in the trainer's.
         seed: of the order; each epoch has another.
 
     Raises:
-        ConfigError: a size is not positive, a folder cannot be read.
+        ConfigError: a size is not positive, a folder cannot be read, weights or stages contradict each other.
     """
 
     def __init__(
         self,
-        dataset_folder: str,
+        dataset_folder: str | list[str],
         sequence_length: int,
         micro_batch_size: int = 1,
         batch_accumulation_per_replica: int = 1,
+        dataset_weights: list[float] | None = None,
+        max_epochs: float | list[float | None] | None = None,
+        data_stages: list[DataStage] | None = None,
+        mask_documents: bool = False,
+        eos_token_id: int | None = None,
         validation_folder: str | None = None,
         validation_samples: int | None = None,
         num_workers: int = 0,
@@ -56,22 +75,27 @@ class NanosetDataModule(LightningDataModule):
         _require_at_least(0, num_workers=num_workers)
         if validation_samples is not None:
             _require_at_least(1, validation_samples=validation_samples)
-        self.sequence_length = sequence_length
         self.batch_accumulation_per_replica = batch_accumulation_per_replica
         self.rows = micro_batch_size * batch_accumulation_per_replica
         self.num_workers = num_workers
         self.seed = seed
-        self.train_set = _open("dataset_folder", dataset_folder, sequence_length)
-        self.validation_set = _open("validation_folder", validation_folder, sequence_length) if validation_folder else None
+        self.sequence_length = sequence_length
+        self.documents = ("index" if eos_token_id is None else eos_token_id) if mask_documents else None
+        first = DataStage(1, dataset_folder, dataset_weights, None, max_epochs)
+        self.stages = Stages([first, *(data_stages or [])], sequence_length, self.open_train_set, seed)
+        self.validation_set = self._open("validation_folder", validation_folder, sequence_length) if validation_folder else None
         self.validation_samples = validation_samples
         self._model_vocab_size: int | None = None
-        self._resumed_samples = 0  # consumed when the counting of batches below began
-        self._resumed_batches = 0
+        self._forget()
+
+    def open_train_set(self, folder: str, sequence_length: int) -> Samples:
+        """The samples of a folder; override for sets of another kind."""
+        return self._open("dataset_folder", folder, sequence_length)
 
     @property
     def vocab_size(self) -> int | None:
-        """The tokenizer's vocabulary where the data says so, else None."""
-        return self.train_set.vocab_size
+        """The largest vocabulary of the data's tokenizers where the data says it, else None."""
+        return max((members.vocab_size or 0 for stage in self.stages.stages for members in stage.sets), default=0) or None
 
     @property
     def global_batch_samples(self) -> int:
@@ -80,8 +104,19 @@ class NanosetDataModule(LightningDataModule):
 
     @property
     def global_batch_tokens(self) -> int:
-        """Tokens of one Trainer batch over all data-parallel replicas."""
-        return self.global_batch_samples * self.sequence_length
+        """Tokens of one Trainer batch over all data-parallel replicas: of the last one, or before training of the first."""
+        stage = bisect_right(self._begins(), max(0, self.consumed_samples - 1)) - 1
+        return self.global_batch_samples * self.stages.stages[stage].sequence_length
+
+    @property
+    def sequence_lengths(self) -> list[int]:
+        """Tokens a sample, of each stage."""
+        return [stage.sequence_length for stage in self.stages.stages]
+
+    @property
+    def consumed_tokens(self) -> dict[str, int]:
+        """Tokens trained on of each set, by its short name."""
+        return self.stages.consumed_tokens(self._begins(), self.consumed_samples)
 
     @property
     def consumed_samples(self) -> int:
@@ -94,13 +129,15 @@ class NanosetDataModule(LightningDataModule):
         Raises:
             ConfigError: the tokenizer's vocabulary is larger than the model's, or one of the first million tokens is not below it.
         """
-        for key, nanoset in (("dataset_folder", self.train_set), ("validation_folder", self.validation_set)):
+        train = [(f"{stage.key}dataset_folder", members) for stage in self.stages.stages for members in stage.sets]
+        for key, nanoset in [*train, ("data.validation_folder", self.validation_set)]:
             if nanoset is None:
                 continue
-            largest = max((nanoset.vocab_size or 0) - 1, int(nanoset.shards[0].tokens()[: 1 << 20].max(initial=0)))
+            first = np.arange(min(len(nanoset), -(-LOOK_AT_TOKENS // nanoset.sequence_length)))
+            largest = max((nanoset.vocab_size or 0) - 1, int(nanoset.windows(first).max()))
             if largest >= vocab_size:
                 raise ConfigError(
-                    f"data.{key}: {nanoset.folder} has token ids up to {largest}, but the model's vocab_size is {vocab_size}: "
+                    f"{key}: {nanoset.folder} has token ids up to {largest}, but the model's vocab_size is {vocab_size}: "
                     f"it must be at least {largest + 1}"
                 )
         self._model_vocab_size = vocab_size
@@ -108,16 +145,30 @@ class NanosetDataModule(LightningDataModule):
     @override
     def setup(self, stage: str) -> None:
         if self._batches_done() == 0:  # a new trainer; one that goes on with its fit keeps its place
-            self._resumed_samples = self._resumed_batches = 0
+            self._forget()
 
     @override
     def train_dataloader(self) -> BatchLoader:
-        trainer = self.trainer
-        if trainer is not None and trainer.max_steps > 0 and trainer.max_epochs in (None, -1):
-            length = trainer.max_steps * trainer.accumulate_grad_batches
-        else:
-            length = max(1, len(self.train_set) // self.global_batch_samples)
-        return self._loader(self.train_set, self.seed, len(self.train_set), length)
+        return BatchLoader(self._begin_training, self._epoch_batches(), self.num_workers, self._on_cuda())
+
+    def _begin_training(self) -> tuple[Batches, Iterator[Key]]:
+        begins = self._begins()
+        self.stages.check_epochs(begins, self._last_position())
+        return self._batches(self.stages.streams(begins)), self._train_keys(begins)
+
+    def _runs_by_steps(self) -> bool:
+        return self.trainer is not None and self.trainer.max_steps > 0 and self.trainer.max_epochs in (None, -1)
+
+    def _epoch_batches(self) -> int:
+        """Batches of what Lightning takes for an epoch: the whole run where steps limit it, else one pass over the data."""
+        if self._runs_by_steps():
+            return self.trainer.max_steps * self.trainer.accumulate_grad_batches  # type: ignore[union-attr]
+        return max(1, len(self.stages.stages[0]) // self.global_batch_samples)
+
+    def _last_position(self) -> int:
+        """Samples that the whole run will have consumed; at least an epoch's where nothing limits it."""
+        epochs = 1 if self._runs_by_steps() or self.trainer is None else max(1, self.trainer.max_epochs or 1)
+        return self.consumed_samples + (epochs * self._epoch_batches() - self._batches_done()) * self.global_batch_samples
 
     @override
     def val_dataloader(self) -> BatchLoader | list[BatchLoader]:
@@ -126,23 +177,41 @@ class NanosetDataModule(LightningDataModule):
                 raise ConfigError(f"data.validation_folder is not set, but `{self.trainer.state.fn.value}` needs it: name a Nanoset folder")
             return []
         num_samples = min(len(self.validation_set), self.validation_samples or len(self.validation_set))
-        return self._loader(self.validation_set, None, num_samples, -(-num_samples // self.global_batch_samples))
+        stream, stride = InOrder(self.validation_set, num_samples), self.global_batch_samples
+        return BatchLoader(
+            lambda: (self._batches([stream]), ((0, position) for position in count(0, stride))),
+            -(-num_samples // stride),
+            self.num_workers,
+            self._on_cuda(),
+        )
 
     test_dataloader = val_dataloader
     predict_dataloader = val_dataloader
 
-    def _loader(self, nanoset: Nanoset, seed: int | None, num_samples: int, length: int) -> BatchLoader:
-        batches = Batches(
-            nanoset,
-            rows=self.rows,
-            rank=self._replicas()[0],
-            seed=seed,
-            num_samples=num_samples,
-            vocab_size=self._model_vocab_size,
-        )
-        on_cuda = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
-        first = (lambda: 0) if seed is None else self._position
-        return BatchLoader(batches, first, length, self.global_batch_samples, self.num_workers, on_cuda)
+    def _batches(self, streams: list[Stream] | list[InOrder]) -> Batches:
+        rank, replicas = self._replicas()
+        documents, vocab_size = self.documents, self._model_vocab_size
+        return Batches(streams, rows=self.rows, rank=rank, replicas=replicas, vocab_size=vocab_size, documents=documents)
+
+    def _train_keys(self, begins: list[int]) -> Iterator[Key]:
+        """(Stage, position in its stream) of each batch from here on."""
+        for position in count(self._position(), self.global_batch_samples):
+            stage = bisect_right(begins, position) - 1
+            yield stage, position - begins[stage]
+
+    # ---- position --------------------------------------------------------------------------------------------------------
+
+    def _forget(self) -> None:
+        """Begin at the first sample."""
+        self._resumed_samples = self._resumed_batches = self._resumed_step = 0  # consumed when the counting of batches began
+        self._begun = [0]  # positions at which the stages began that had begun by then
+
+    def _begins(self) -> list[int]:
+        """Where each stage begins, in samples of the run: as it was, or as it will be with batches of this size."""
+        accumulate = self.trainer.accumulate_grad_batches if self.trainer is not None else 1
+        step_samples = accumulate * self.global_batch_samples
+        later = (stage.start_step - 1 - self._resumed_step for stage in islice(self.stages.stages, len(self._begun), None))
+        return [*self._begun, *(self._resumed_samples + steps * step_samples for steps in later)]
 
     def _position(self) -> int:
         """Where training goes on; `overfit_batches` means the same batches each epoch."""
@@ -159,35 +228,62 @@ class NanosetDataModule(LightningDataModule):
         kwargs = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) if self.trainer is not None else None
         return (kwargs["rank"], kwargs["num_replicas"]) if kwargs else (0, 1)
 
-    def _stream(self) -> dict[str, Any]:
-        """Return what decides which sample stands at a position."""
-        return {"seed": self.seed, "sequence_length": self.sequence_length, "dataset_folder": self.train_set.fingerprint()}
+    def _on_cuda(self) -> bool:
+        return self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"consumed_samples": self.consumed_samples, "batches": self._batches_done(), "stream": self._stream()}
+        begun = [begin for begin in self._begins() if begin <= self.consumed_samples]
+        return {
+            "consumed_samples": self.consumed_samples,
+            "batches": self._batches_done(),
+            "step": self.trainer.global_step if self.trainer is not None else 0,
+            "begun": begun,
+            "seed": self.seed,
+            "stages": [stage.describe() for stage in self.stages.stages[: len(begun)]],
+        }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where the checkpoint stopped.
 
         Raises:
-            ConfigError: seed, sequence_length or data are not the checkpoint's, so that its position would mean other samples.
+            ConfigError: seed, or data of a stage that had begun, are not the checkpoint's, so that its position would mean other samples.
         """
         if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
             return  # evaluation takes the weights only
-        for key, now in self._stream().items():
-            if (then := state_dict["stream"][key]) != now:
-                raise ConfigError(f"data.{key}: the checkpoint was trained with {then}, this run has {now}: resume with the same")
-        self._resumed_samples = state_dict["consumed_samples"]
-        self._resumed_batches = state_dict["batches"]
+        self._check_stream(state_dict)
+        self._resumed_samples, self._resumed_batches = state_dict["consumed_samples"], state_dict["batches"]
+        self._resumed_step, self._begun = state_dict["step"], list(state_dict["begun"])
 
+    def _check_stream(self, state_dict: dict[str, Any]) -> None:
+        if state_dict["seed"] != self.seed:
+            raise ConfigError(
+                f"data.seed: the checkpoint was trained with {state_dict['seed']}, this run has {self.seed}: resume with the same"
+            )
+        stages, begun = self.stages.stages, len(state_dict["begun"])
+        if len(stages) < begun:
+            raise ConfigError(
+                f"data.data_stages has {len(stages) - 1} stages, but the checkpoint is in number {begun - 1}: resume with the same"
+            )
+        for stage, then in zip(stages, state_dict["stages"], strict=False):
+            for key, now in stage.describe().items():
+                if then[key] != now:
+                    raise ConfigError(
+                        f"{stage.key}{key}: the checkpoint was trained with {then[key]}, this run has {now}: resume with the same"
+                    )
+        if begun < len(stages) and stages[begun].start_step <= state_dict["step"]:
+            raise ConfigError(
+                f"{stages[begun].key}start_training_step={stages[begun].start_step}: the checkpoint is at step {state_dict['step']} and "
+                "this stage has not begun: let it start later"
+            )
 
-def _open(key: str, folder: str, sequence_length: int) -> Nanoset:
-    try:
-        return Nanoset(folder, sequence_length)
-    except ConfigError as error:
-        raise ConfigError(f"data.{key}: {error}") from None
+    @staticmethod
+    def _open(key: str, folder: str, sequence_length: int) -> Nanoset:
+        try:
+            return Nanoset(folder, sequence_length)
+        except ConfigError as error:
+            raise ConfigError(f"data.{key}: {error}") from None
 
 
 def _require_at_least(least: int, **values: int) -> None:

@@ -311,9 +311,14 @@ def test_vocabulary(folders: tuple[str, str]) -> None:
     assert data.vocab_size is None  # these files do not say
     data.check_vocabulary(213)
     with pytest.raises(
-        ConfigError, match=r"data\.dataset_folder: .* has token ids up to 70, but the model's vocab_size is 70: .* at least 71"
+        ConfigError, match=r"data\.dataset_folder: .* has token ids up to 212, but the model's vocab_size is 212: .* at least 213"
     ):
-        data.check_vocabulary(70)  # 71 tokens in the first file, which alone is looked at
+        data.check_vocabulary(212)
+
+
+def test_ids_past_the_first_look(folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_3d.datamodule.LOOK_AT_TOKENS", 90)
+    data = NanosetDataModule(folders[0], S)
     data.check_vocabulary(100)
     with pytest.raises(ConfigError, match=r"train holds token id \d+, but the model's vocab_size is 100"):
         list(data.train_dataloader())

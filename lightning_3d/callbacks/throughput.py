@@ -31,6 +31,8 @@ from lightning_3d.model.config import LlamaConfig
 class Throughput(Callback):
     """Logs tokens_per_sec and what follows from it, consumed_tokens, global_batch_size (tokens) and lr, whenever a log is due.
 
+    Where the data module knows what it has read of which set, ``data/consumed_tokens/<set>`` too.
+
     Args:
         attention: what the FLOPs of attention count: "full" or "causal" (see above).
         flops_per_token: model FLOPs of one token, forward and backward, for a module that is no Llama; null means 6 per parameter.
@@ -82,7 +84,7 @@ class Throughput(Callback):
             self._restart(trainer)
         if log_due(trainer):
             speeds = {} if first else self._speeds(trainer, pl_module, sequence_length(batch))
-            self._log(pl_module, speeds | self._counts())
+            self._log(pl_module, speeds | self._counts() | consumed_of_sets(trainer))
             self._restart(trainer)
         self._step_tokens, self._lr = 0, None
 
@@ -156,6 +158,12 @@ def global_batch_tokens(trainer: Trainer, batch: Any) -> int:
         return int(known)
     replicas = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {"num_replicas": 1}
     return _tokens(batch).numel() * int(replicas["num_replicas"])
+
+
+def consumed_of_sets(trainer: Trainer) -> dict[str, float]:
+    """Tokens trained on of each set, where the data module counts them."""
+    tokens = getattr(getattr(trainer, "datamodule", None), "consumed_tokens", {})
+    return {f"data/consumed_tokens/{name}": float(count) for name, count in tokens.items()}
 
 
 def sequence_length(batch: Any) -> int:

@@ -1,11 +1,11 @@
-"""Batch after batch for one data-parallel coord: the only place where the order, the windows and the split over dp meet.
+"""Batch after batch for one data-parallel coord: the only place where the stream, the windows and the split over dp meet.
 
 The global batch that begins at position p holds positions [p, p + G) of the stream, G = rows x dp, and coord r takes the
 contiguous part r. So the stream is one list of samples; dp, accumulation and workers only decide who reads which part of it,
 and one integer, the position, is all there is to resume.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -13,55 +13,112 @@ from jaxtyping import Int64
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_3d.data.nanoset import Nanoset
-from lightning_3d.data.order import sample_ids
+from lightning_3d.data.documents import positions_from_eos
+from lightning_3d.data.nanoset import IGNORE
+from lightning_3d.data.stream import InOrder, Stream
 from lightning_3d.data.workers import outlive_sigterm
 from lightning_3d.errors import ConfigError
 
 Batch = dict[str, Int64[Tensor, "n S"]]
+Key = tuple[int, int]  # (number of the stream, position in it)
+AHEAD = 4096  # samples whose place is worked out at once: numpy's calls cost 100 us, whether for 4 samples or for thousands
 
 
 class Batches(Dataset[Batch]):
-    """Position of a global batch -> this coord's rows of it, shuffled by `seed`, or in order where seed is None.
+    """(Stream, position of a global batch) -> this coord's rows of it.
 
-    In order, positions at and past `num_samples` give rows without targets, so that every coord has the same number of batches.
+    Args:
+        streams: what the positions are in; a run with data stages has several.
+        rows: samples of this coord's batch.
+        rank: the coord on dp.
+        replicas: how many coords there are.
+        vocab_size: of the model, to refuse ids beyond it; None leaves that out.
+        documents: where documents end, for attention within them: by the "index", or behind each token of this id; None masks nothing.
     """
 
-    def __init__(self, nanoset: Nanoset, *, rows: int, rank: int, seed: int | None, num_samples: int, vocab_size: int | None) -> None:
-        self.nanoset = nanoset
+    def __init__(
+        self,
+        streams: Sequence[Stream | InOrder],
+        *,
+        rows: int,
+        rank: int,
+        replicas: int,
+        vocab_size: int | None = None,
+        documents: str | int | None = None,
+    ) -> None:
+        self.streams = list(streams)
         self.rows = rows
         self.rank = rank
-        self.seed = seed
-        self.num_samples = num_samples
+        self.replicas = replicas
         self.vocab_size = vocab_size
+        self.documents = documents
+        self._block: tuple[Key, tuple[np.ndarray, np.ndarray]] | None = None
 
-    def __getitem__(self, position: int) -> Batch:
-        positions = position + self.rank * self.rows + np.arange(self.rows, dtype=np.int64)
-        if self.seed is None:
-            ids = np.where(positions < self.num_samples, positions, len(self.nanoset))
-        else:
-            ids = sample_ids(positions, self.num_samples, self.seed)
-        windows = self.nanoset.windows(ids)
+    @property
+    def stride(self) -> int:
+        """Samples of a global batch."""
+        return self.rows * self.replicas
+
+    def __getitem__(self, key: Key) -> Batch:
+        sets, ids = self.place(key)
+        stream = self.streams[key[0]]
+        windows = np.empty((self.rows, stream.sets[0].sequence_length + 1), np.int64)
+        positions = np.empty_like(windows) if self.documents == "index" else None
+        for number, members in enumerate(stream.sets):
+            mine = np.flatnonzero(sets == number)
+            if not len(mine):
+                continue
+            windows[mine] = self._checked(members, members.windows(ids[mine]))
+            if positions is not None:
+                positions[mine] = members.positions(ids[mine])
+        if isinstance(self.documents, int):
+            positions = positions_from_eos(windows, self.documents)
+        return as_batch(windows, positions)
+
+    def place(self, key: Key) -> tuple[np.ndarray, np.ndarray]:
+        """The set and the sample's id of each of this coord's rows, from a block of batches that is worked out once."""
+        number, position = key
+        batches = max(1, AHEAD // self.rows)
+        batch, shift = divmod(position, self.stride)
+        block, batch = divmod(batch, batches)
+        if self._block is None or self._block[0] != (number, block * self.stride + shift):
+            begins = (block * batches + np.arange(batches, dtype=np.int64)) * self.stride + shift + self.rank * self.rows
+            places = self.streams[number].place((begins[:, None] + np.arange(self.rows)).ravel())
+            self._block = (number, block * self.stride + shift), places
+        rows = slice(batch * self.rows, (batch + 1) * self.rows)
+        sets, ids = self._block[1]
+        return sets[rows], ids[rows]
+
+    def _checked(self, members: object, windows: Int64[np.ndarray, "n window"]) -> Int64[np.ndarray, "n window"]:
         if self.vocab_size is not None and (largest := int(windows.max())) >= self.vocab_size:
-            raise ConfigError(f"{self.nanoset.folder} holds token id {largest}, but the model's vocab_size is {self.vocab_size}")
-        tokens = torch.from_numpy(windows)
-        return {"input_ids": tokens[:, :-1].clamp(min=0), "labels": tokens[:, 1:].contiguous()}
+            raise ConfigError(
+                f"{getattr(members, 'folder', members)} holds token id {largest}, but the model's vocab_size is {self.vocab_size}"
+            )
+        return windows
+
+
+def as_batch(windows: Int64[np.ndarray, "n window"], positions: Int64[np.ndarray, "n window"] | None) -> Batch:
+    """Inputs, and the next tokens as labels; with positions in documents those too, and no label that is the first of a document."""
+    tokens = torch.from_numpy(windows)
+    batch = {"input_ids": tokens[:, :-1].clamp(min=0), "labels": tokens[:, 1:].contiguous()}
+    if positions is not None:
+        batch["position_ids"] = torch.from_numpy(positions[:, :-1].copy())
+        batch["labels"][torch.from_numpy(positions[:, 1:] == 0)] = IGNORE
+    return batch
 
 
 class BatchLoader:
-    """An iterable over `length` batches from the position that `first()` gives when the first batch is asked for.
+    """An iterable over `length` batches, of which `begin()` tells the keys when the first one is asked for.
 
     It is not a DataLoader but makes one for each pass: Lightning replaces a DataLoader's sampler by a shuffled one and seeds its workers
     by the global rank, and leaves any other iterable alone. The DataLoader has its own generator, so that iterating draws
     nothing from the global one. `state_dict` tells Lightning that the loader can be resumed; the position itself is kept by whoever
-    gives `first`.
+    gives `begin`.
     """
 
-    def __init__(self, batches: Batches, first: Callable[[], int], length: int, stride: int, num_workers: int, pin_memory: bool) -> None:
-        self.batches = batches
-        self.first = first
+    def __init__(self, begin: Callable[[], tuple[Batches, Iterator[Key]]], length: int, num_workers: int, pin_memory: bool) -> None:
+        self.begin = begin
         self.length = length
-        self.stride = stride
         self.num_workers = num_workers
         self.pin_memory = pin_memory
 
@@ -69,11 +126,11 @@ class BatchLoader:
         return self.length
 
     def __iter__(self) -> Iterator[Batch]:
-        begin = self.first()
+        batches, keys = self.begin()
         yield from DataLoader(
-            self.batches,
+            batches,
             batch_size=None,
-            sampler=range(begin, begin + self.length * self.stride, self.stride),
+            sampler=_Keys(keys, self.length),
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
             worker_init_fn=outlive_sigterm,
@@ -86,3 +143,17 @@ class BatchLoader:
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Do nothing: the position is asked for when iteration begins."""
+
+
+class _Keys:
+    """So many keys of an endless iterator, as the sampler that a DataLoader wants."""
+
+    def __init__(self, keys: Iterator[Key], length: int) -> None:
+        self.keys = keys
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[Key]:
+        return (key for _, key in zip(range(self.length), self.keys, strict=False))

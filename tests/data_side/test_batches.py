@@ -1,5 +1,8 @@
 """One stream of samples, whoever reads which part of it."""
 
+from itertools import count
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -7,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_3d.data.batches import Batches, BatchLoader
+from lightning_3d.data.blend import Blend
 from lightning_3d.data.nanoset import Nanoset
 from lightning_3d.data.order import sample_ids
 from lightning_3d.data.shards import ShardWriter
+from lightning_3d.data.stream import InOrder, Stream
 
 S = 3
 SAMPLES = 41
@@ -26,17 +31,13 @@ def nanoset(tmp_path_factory: pytest.TempPathFactory) -> Nanoset:
 
 def stream(nanoset: Nanoset, *, dp: int, rows: int, first: int, length: int, num_workers: int = 0) -> list[int]:
     """The sample ids that dp loaders give together, global batch by global batch."""
-    loaders = [
-        BatchLoader(
-            Batches(nanoset, rows=rows, rank=rank, seed=5, num_samples=len(nanoset), vocab_size=None),
-            lambda: first,
-            length=length,
-            stride=rows * dp,
-            num_workers=num_workers,
-            pin_memory=False,
-        )
-        for rank in range(dp)
-    ]
+    order = Stream([nanoset], Blend([1]), [5])
+
+    def loader(rank: int) -> BatchLoader:
+        batches = Batches([order], rows=rows, rank=rank, replicas=dp)
+        return BatchLoader(lambda: (batches, ((0, p) for p in count(first, batches.stride))), length, num_workers, pin_memory=False)
+
+    loaders = map(loader, range(dp))
     return [sample for parts in zip(*loaders, strict=True) for part in parts for sample in (part["input_ids"][:, 0] // S).tolist()]
 
 
@@ -58,8 +59,31 @@ def test_any_number_of_workers_reads_the_same_stream(nanoset: Nanoset, num_worke
 
 
 def test_labels_are_the_next_tokens(nanoset: Nanoset) -> None:
-    batch = Batches(nanoset, rows=4, rank=1, seed=None, num_samples=6, vocab_size=None)[0]
+    batch = Batches([InOrder(nanoset, 6)], rows=4, rank=1, replicas=2)[0, 0]
     assert batch["input_ids"].dtype == batch["labels"].dtype == torch.int64
     assert batch["input_ids"].tolist()[:2] == [[12, 13, 14], [15, 16, 17]]
     assert batch["labels"].tolist() == [[13, 14, 15], [16, 17, 18], [-100] * 3, [-100] * 3]
     assert batch["input_ids"].min() >= 0
+
+
+@pytest.mark.parametrize("documents", ["index", 99])
+def test_documents_begin_anew(tmp_path: Path, documents: str | int) -> None:
+    """Documents 1 2 99 | 3 4 5 99 | 6 99: positions restart, and no label is the first of a document."""
+    with ShardWriter(tmp_path / "00000_unshuffled.ds", "none", 2) as shard:
+        for document in ([1, 2, 99], [3, 4, 5, 99], [6, 99]):
+            shard.append(np.array(document))
+    batch = Batches([InOrder(Nanoset(tmp_path, 8), 1)], rows=1, rank=0, replicas=1, documents=documents)[0, 0]
+    assert batch["input_ids"].tolist() == [[1, 2, 99, 3, 4, 5, 99, 6]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 0]]
+    assert batch["labels"].tolist() == [[2, 99, -100, 4, 5, 99, -100, 99]]
+
+
+def test_rows_of_a_blend_keep_their_places(nanoset: Nanoset, tmp_path: Path) -> None:
+    with ShardWriter(tmp_path / "00000_unshuffled.ds", "none", 4) as shard:
+        shard.append(np.arange(1000, 1000 + 10 * S + 1))
+    order = Stream([nanoset, Nanoset(tmp_path, S)], Blend([2, 1]), [5, 6])
+    sets, ids = order.place(np.arange(30))
+    assert np.bincount(sets).tolist() == [20, 10]
+    assert sorted(ids[sets == 1]) == list(range(10))
+    rows = torch.cat([Batches([order], rows=5, rank=rank, replicas=2)[0, p]["input_ids"] for p in (0, 10, 20) for rank in (0, 1)])
+    assert rows[:, 0].tolist() == (np.where(sets == 1, 1000, 0) + ids * S).tolist()
