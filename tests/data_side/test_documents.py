@@ -1,0 +1,77 @@
+"""Positions within documents: against a loop over tokens, by the index and by end-of-document tokens alike."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from lightning_3d.data.documents import positions_from_eos
+from lightning_3d.data.nanoset import Nanoset
+from lightning_3d.data.shards import ShardWriter
+from lightning_3d.errors import ConfigError
+
+EOS = 4
+
+
+def write(folder: Path, lengths: list[list[int]], token_nbytes: int = 2) -> Path:
+    """Files of documents of these lengths, each of which ends with EOS where it is not empty."""
+    for number, texts in enumerate(lengths):
+        with ShardWriter(folder / f"{number:05d}_unshuffled.ds", "tok", token_nbytes) as shard:
+            for length in texts:
+                shard.append(np.array([1] * (length - 1) + [EOS] * (length > 0)))
+    return folder
+
+
+LENGTHS = st.lists(st.lists(st.one_of(st.integers(0, 3), st.integers(0, 30)), max_size=8), min_size=1, max_size=5)
+
+
+@given(LENGTHS, st.integers(1, 12), st.sampled_from([2, 4]), st.randoms())
+def test_positions_are_those_of_a_loop(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[list[int]], sequence_length: int, token_nbytes: int, random: np.random.Generator
+) -> None:
+    """Empty documents and files, documents longer than a window, windows over several files, in any order and more than once."""
+    expected = [position for texts in lengths for length in texts for position in range(length)]
+    assume(len(expected) > sequence_length)
+    nanoset = Nanoset(write(tmp_path_factory.mktemp("set"), lengths, token_nbytes), sequence_length)
+    ids = [random.randrange(len(nanoset) + 2) for _ in range(20)]
+    positions = nanoset.positions(np.array(ids))
+    assert positions.shape == (20, sequence_length + 1)
+    for row, sample in zip(positions.tolist(), ids, strict=True):
+        known = expected[sample * sequence_length : (sample + 1) * sequence_length + 1]
+        assert row[: len(known)] == known
+
+
+@given(st.lists(st.lists(st.integers(0, 6), min_size=5, max_size=5), min_size=1, max_size=6))
+def test_positions_from_eos_are_those_of_a_loop(rows: list[list[int]]) -> None:
+    expected = []
+    for row in rows:
+        positions = [0]
+        for token in row[:-1]:
+            positions.append(0 if token == EOS else positions[-1] + 1)
+        expected.append(positions)
+    assert positions_from_eos(np.array(rows), EOS).tolist() == expected
+
+
+@given(LENGTHS)
+def test_index_and_eos_agree(tmp_path_factory: pytest.TempPathFactory, lengths: list[list[int]]) -> None:
+    """But for the first document of a window, whose beginning only the index knows."""
+    total = sum(map(sum, lengths))
+    assume(total > 7)
+    nanoset = Nanoset(write(tmp_path_factory.mktemp("set"), lengths), 7)
+    ids = np.arange((total - 1) // 7)
+    by_index, by_eos = nanoset.positions(ids), positions_from_eos(nanoset.windows(ids), EOS)
+    first = by_eos == np.arange(8)
+    assert (by_index - by_eos == np.where(first, by_index[:, :1], 0)).all()
+
+
+@pytest.mark.parametrize("ends", [[5, 3, 9, 12], [5, 20, 9, 12], [9, 5, 9, 12]])
+def test_an_index_that_does_not_ascend(tmp_path: Path, ends: list[int]) -> None:
+    folder = write(tmp_path, [[4], [5, 1, 3, 3]])
+    index = folder / "00001_unshuffled.ds.index"
+    np.array(ends, "<u8").tofile(index)
+    nanoset = Nanoset(folder, 15)
+    with pytest.raises(ConfigError, match=f"^{re.escape(str(index))} does not ascend near token .*: prepare or copy it again$"):
+        nanoset.positions(np.array([0]))
