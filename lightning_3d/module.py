@@ -139,6 +139,8 @@ class PipelineMixin:
 class LlamaModule(PipelineMixin, pl.LightningModule):
     """Pretrains a Llama with AdamW; batches are {"input_ids": (B, S), "labels": (B, S)}, labels shifted, -100 masked.
 
+    With "position_ids" (B, S) besides, positions within documents, attention stays within documents.
+
     Logs ``lm_loss`` (and ``z_loss``), ``val_lm_loss``, ``test_lm_loss``: means over the unmasked tokens of the global batch.
 
     Args:
@@ -205,6 +207,11 @@ class LlamaModule(PipelineMixin, pl.LightningModule):
     def build_stage(self, index: int, num_stages: int) -> LlamaStage:
         layers = self.stage_split(num_stages)[index]
         return LlamaStage(self.llama, layers, first=index == 0, last=index == num_stages - 1)
+
+    @override
+    def stage_kwargs(self, microbatch: Any) -> dict[str, Any]:
+        """Positions, where the batch has them: every stage attends within documents by them."""
+        return {"position_ids": microbatch["position_ids"]} if "position_ids" in microbatch else {}
 
     @override
     def pipeline_loss(self, output: Float[Tensor, "B S E"], microbatch: Any) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:

@@ -5,8 +5,8 @@ one stage that has all of it. Every name is global (`layers.17` is layer 17 on w
 stages simply add up to the whole model's.
 
 Three habits let others shard this code without touching it: the number of heads is read off the projections' outputs and the
-sequence length off the queries, never off the config or the stage's input; leaf modules do all the parameter work, so a leaf can be
-swapped; and there are no buffers.
+sequence length off the queries or the positions, never off the config or the stage's input; leaf modules do all the parameter work, so
+a leaf can be swapped; and there are no buffers.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from lightning_3d.model.attention import attention_function
+from lightning_3d.model.attention import Documents, attention_function
 from lightning_3d.model.config import LlamaConfig
 from lightning_3d.model.rope import RotaryTables, rotate
 
@@ -50,6 +50,17 @@ class Embedding(nn.Embedding):
         return F.linear(x, self.weight)
 
 
+class Positions:
+    """Positions that come with the tokens: how queries and keys are turned, and where documents begin.
+
+    Made once for all layers of a stage. As a plain object it reaches them as it is: tensors may be cast on the way into a module.
+    """
+
+    def __init__(self, position_ids: Int[Tensor, "B S"], rope: RotaryTables) -> None:
+        self.turn = rope(position_ids.shape[1], position_ids.device, position_ids)
+        self.documents = Documents(position_ids)
+
+
 class Attention(nn.Module):
     """Causal self-attention with rotary positions and grouped key/value heads."""
 
@@ -57,7 +68,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.head_size
         self.rope = rope
-        self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = attention_function(config)
+        self.attend: Callable[..., Tensor] = attention_function(config)
         q_size, kv_size = config.num_attention_heads * self.head_dim, config.kv_heads * self.head_dim
         bias, std = config.attention_bias, config.initializer_range
         self.q_proj = Linear(config.hidden_size, q_size, bias=bias, std=std)
@@ -65,11 +76,11 @@ class Attention(nn.Module):
         self.v_proj = Linear(config.hidden_size, kv_size, bias=bias, std=std)
         self.o_proj = Linear(q_size, config.hidden_size, bias=bias, std=std)
 
-    def forward(self, x: Float[Tensor, "B s D"], position_ids: Int[Tensor, "B S"] | None = None) -> Float[Tensor, "B t D"]:
+    def forward(self, x: Float[Tensor, "B s D"], positions: Positions | None = None) -> Float[Tensor, "B t D"]:
         """Mix each token with those before it; positions count from 0 unless given."""
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))  # (B, S, heads, H)
-        cos, sin = self.rope(q.shape[1], q.device, position_ids)
-        out = self.attend(rotate(q, cos, sin), rotate(k, cos, sin), v)
+        cos, sin = self.rope(q.shape[1], q.device) if positions is None else positions.turn
+        out = self.attend(rotate(q, cos, sin), rotate(k, cos, sin), v, positions and positions.documents)
         return self.o_proj(out.flatten(-2))
 
 
@@ -98,9 +109,9 @@ class Block(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Float[Tensor, "B s D"], position_ids: Int[Tensor, "B S"] | None = None) -> Float[Tensor, "B s D"]:
+    def forward(self, x: Float[Tensor, "B s D"], positions: Positions | None = None) -> Float[Tensor, "B s D"]:
         """Map the residual stream to itself."""
-        x = x + self.self_attn(self.input_layernorm(x), position_ids)
+        x = x + self.self_attn(self.input_layernorm(x), positions)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -123,7 +134,7 @@ class LlamaStage(nn.Module):
         vocab, hidden, std = config.vocab_size, config.hidden_size, config.initializer_range
         if first or (last and config.tie_word_embeddings):
             self.embed_tokens = Embedding(vocab, hidden, std=std)
-        rope = RotaryTables(config)
+        self.rope = rope = RotaryTables(config)
         self.layers = nn.ModuleDict({str(index): Block(config, rope) for index in layers})
         if last:
             self.norm = nn.RMSNorm(hidden, config.rms_norm_eps)
@@ -133,11 +144,15 @@ class LlamaStage(nn.Module):
     def forward(
         self, x: Int[Tensor, "B S"] | Float[Tensor, "B s D"], position_ids: Int[Tensor, "B S"] | None = None
     ) -> Float[Tensor, "B t E"]:
-        """Token ids (B, S) or the previous stage's hidden states; gives hidden states (B, S, D), on the last stage logits (B, S, V)."""
+        """Token ids (B, S) or the previous stage's hidden states; gives hidden states (B, S, D), on the last stage logits (B, S, V).
+
+        Positions are those within documents: where they do not go on from one token to the next, attention does not either.
+        """
+        positions = None if position_ids is None else Positions(position_ids, self.rope)
         if self.first:
             x = self.embed_tokens(x)
         for block in self.layers.values():
-            x = block(x, position_ids)
+            x = block(x, positions)
         if not self.last:
             return x
         x = self.norm(x)

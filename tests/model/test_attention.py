@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.model.attention import attention_function, check_attention, flash_attn, sdpa
+from lightning_3d.model.attention import Documents, attention_function, check_attention, flash_attn, sdpa
 from lightning_3d.model.config import LlamaConfig
 from lightning_3d.model.llama import LlamaStage
 
@@ -29,6 +29,44 @@ def test_sdpa_is_the_textbook_formula(heads, kv_heads):
         torch.autograd.grad((ours * weight).sum(), (q, k, v)), torch.autograd.grad((expected * weight).sum(), (q, k, v)), strict=True
     ):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
+
+
+POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2, 3], [5, 6, 0, 0, 1, 9, 10]])  # the second row begins inside a document, and one is torn
+DOCUMENTS = [(0, 0, 3), (0, 3, 7), (1, 0, 2), (1, 2, 3), (1, 3, 5), (1, 5, 7)]
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_sdpa_within_documents_is_that_of_each_alone(kv_heads):
+    torch.manual_seed(0)
+    q = torch.randn(2, 7, 4, 8, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(2, 7, kv_heads, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    ours, weight = sdpa(q, k, v, Documents(POSITIONS)), torch.randn_like(q)
+    alone = [sdpa(*(x[row : row + 1, begin:end] for x in (q, k, v))) for row, begin, end in DOCUMENTS]
+    expected = torch.cat(alone, 1).view_as(q)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-14)
+    pairs = (torch.autograd.grad((out * weight).sum(), (q, k, v)) for out in (ours, expected))
+    for a, b in zip(*pairs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-14)
+
+
+def test_one_document_is_plain_causal_attention():
+    q, k, v = (torch.randn(2, 70, 2, 8) for _ in range(3))
+    assert torch.equal(sdpa(q, k, v, Documents(torch.arange(70).expand(2, -1) + 3)), sdpa(q, k, v))
+
+
+def test_documents_as_masks_and_as_borders():
+    documents = Documents(POSITIONS)
+    assert documents.borders.tolist() == [7 * row + begin for row, begin, _ in DOCUMENTS] + [14]
+    assert documents.borders.dtype == torch.int32  # what flash-attn takes
+    assert documents.longest == 4
+    sees = torch.zeros(2, 1, 7, 7, dtype=torch.bool)
+    for row, begin, end in DOCUMENTS:
+        sees[row, 0, begin:end, begin:end] = True
+    for dtype in (torch.float32, torch.bfloat16):
+        mask = documents.mask(dtype)
+        assert mask.dtype == dtype
+        assert torch.equal(mask, torch.zeros((), dtype=dtype).where(sees.tril(), -math.inf))
+        assert documents.mask(dtype) is mask  # one for all layers
 
 
 def test_sdpa_is_always_available():

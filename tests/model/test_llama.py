@@ -166,7 +166,49 @@ def test_positions_count_from_zero_and_only_their_differences_matter():
     positions = torch.arange(11).expand(2, -1)
     assert torch.equal(model(ids), model(ids, positions))
     torch.testing.assert_close(model(ids), model(ids, positions + 5), rtol=0, atol=1e-5)
-    assert not torch.allclose(model(ids), model(ids, positions * 3), atol=1e-3)
+    assert not torch.allclose(model(ids), model(ids, positions + 11 * (positions > 5)), atol=1e-3)
+
+
+def packed(*lengths):
+    return torch.cat([torch.arange(length) for length in lengths])
+
+
+def losses_and_gradients(model, parts):
+    """Logits of each (ids, positions), and gradients of the mean square of all of them."""
+    model.zero_grad()
+    logits = [model(ids, positions) for ids, positions in parts]
+    torch.cat([each.flatten() for each in logits]).square().mean().backward()
+    return logits, {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("attention_bias", [False, True])
+def test_packed_documents_are_as_good_as_alone(attention_bias):
+    """Two rows of two and three documents, one of which began before its row, against five forwards of one document."""
+    torch.manual_seed(9)
+    model = whole(replace(TINY, attention_bias=attention_bias)).double()
+    randomise_norms_and_biases(model)
+    ids = torch.randint(0, 33, (2, 12))
+    positions = torch.stack([packed(5, 7), torch.cat([torch.arange(3) + 40, packed(1, 8)])])
+    alone = [(0, 0, 5), (0, 5, 12), (1, 0, 3), (1, 3, 4), (1, 4, 12)]
+    parts = [(ids[row : row + 1, begin:end], positions[row : row + 1, begin:end]) for row, begin, end in alone]
+    parts = [(each, None if place[0, 0] == 0 else place) for each, place in parts]
+    (together,), gradients = losses_and_gradients(model, [(ids, positions)])
+    apart, expected = losses_and_gradients(model, parts)
+    for (row, begin, end), logits in zip(alone, apart, strict=True):
+        torch.testing.assert_close(together[row, begin:end], logits[0], rtol=0, atol=1e-12)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-12, msg=name)
+    assert not torch.allclose(model(ids), together, atol=1e-2)
+
+
+def test_every_stage_attends_within_documents():
+    torch.manual_seed(10)
+    model, ids, positions = whole(TINY), torch.randint(0, 33, (1, 9)), packed(4, 5)[None]
+    first, last = LlamaStage(TINY, range(2), first=True, last=False), LlamaStage(TINY, range(2, 4), first=False, last=True)
+    for stage in (first, last):
+        stage.load_state_dict({name: tensor for name, tensor in model.state_dict().items() if name in stage.state_dict()})
+    assert torch.equal(last(first(ids, positions), positions), model(ids, positions))
+    assert not torch.equal(last(first(ids, positions)), model(ids, positions))
 
 
 def test_there_are_no_buffers_and_every_owner_of_parameters_can_draw_them_anew():
