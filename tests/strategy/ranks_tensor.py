@@ -103,11 +103,12 @@ class Pieces(nn.Module):
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocab, D), nn.Embedding(S, D)
         self.first_norm, self.norm = nn.LayerNorm(D), nn.LayerNorm(D)
-        self.rows, self.head_norm, self.columns = nn.Linear(D, 8), nn.LayerNorm(2), nn.Linear(8, D)
+        # Heads of 8: a norm over 2 numbers that happen to be close multiplies rounding by a thousand.
+        self.rows, self.head_norm, self.columns = nn.Linear(D, 32), nn.LayerNorm(8), nn.Linear(32, D)
 
     def forward(self, ids: Tensor, outside: Callable[[Tensor], Tensor]) -> Tensor:
         x = self.first_norm(self.tokens(ids) + outside(self.positions(torch.arange(S).unsqueeze(0))))
-        heads = self.head_norm(self.rows(self.norm(x)).unflatten(-1, (-1, 2)))
+        heads = self.head_norm(self.rows(self.norm(x)).unflatten(-1, (-1, 8)))
         return x + self.columns(heads.tanh().flatten(2))
 
 
