@@ -1,30 +1,35 @@
 """Text to Nanosets, on all cores: `python -m lightning_3d prepare INPUT... --tokenizer T --output DIR`.
 
-Each shard of the work is read, tokenised and written by one process, without a word to the others. Nothing appears
-under its name before it is whole: everything is written to `<folder>.partial` beside it, which is renamed at the end with a
-summary in it (nanoset.json) that also tells what it was made from, so that the same call again finds it done.
+Each shard of the work is read, tokenised and written by one process, without a word to the others: what is in it depends on the inputs and
+settings alone, not on who does it when. What is finished is kept, whatever ends the work (resume.py says how), and the same
+command goes on from there; given again after that, it does nothing.
+
+Documents stand in the order of the inputs, or, with `shuffle`, in one drawn from the seed, in two steps: inputs are cut to sixteenths of a
+shard, as far as their format allows, and dealt to the shards at random; then the documents of each shard are permuted on disk. So a shard
+is a fair mixture of sixteen places of the whole. Neighbours in a file that cannot be cut (.gz, .zst, a stream) stay in one shard.
 """
 
 import hashlib
 import json
 import os
-import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import lru_cache
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from jaxtyping import Int64
 
 from lightning_3d.data.nanoset import SUMMARY
+from lightning_3d.data.order import sample_ids
+from lightning_3d.data.processes import in_processes
+from lightning_3d.data.records import Bad, Item, LineCounter, Piece, Source
+from lightning_3d.data.report import Bar, Tally, totals
+from lightning_3d.data.resume import Output, Summaries, write_whole
 from lightning_3d.data.shards import ShardWriter, token_nbytes_for
-from lightning_3d.data.sources import Piece, cut_into_shards, find_files
+from lightning_3d.data.sources import cut_into_shards, find_sources
 from lightning_3d.data.tokenizer import TextTokenizer, load_tokenizer
 from lightning_3d.errors import ConfigError
 
@@ -40,139 +45,200 @@ def prepare(
     append_eos: bool = True,
     eos_token: str | None = None,
     text_field: str = "text",
+    split: str = "train",
+    dataset_config: str | None = None,
+    shuffle: bool = False,
+    seed: int = 42,
+    strict: bool = False,
     shard_nbytes: int = 64 << 20,
     num_workers: int | None = None,
     overwrite: bool = False,
     progress: bool = True,
-) -> dict[str, dict[str, Any]]:
-    """Tokenise text files into a Nanoset, or into two with held-out documents; done already, it does nothing.
+) -> Summaries:
+    """Tokenise text into a Nanoset, or into two with held-out documents; stopped, it goes on; done already, it does nothing.
 
     Args:
-        inputs: text files (a document each), .jsonl files (a document a line), or patterns such as "books/*.jsonl".
-        tokenizer: a tokenizer.json, or a folder with a tokenizer.
+        inputs: text files (a document each), .jsonl files (a document a line), both also as .gz or .zst, .parquet files, data sets of
+            the `datasets` library (a folder, or a name on the hub, streamed), or patterns such as "books/*.jsonl".
+        tokenizer: a tokenizer.json, a folder with a tokenizer, or a name on the hub.
         output: folder to write; with validation_fraction its subfolders train and validation.
         validation_fraction: share of documents held out, chosen by a hash of their text, so that duplicates stay together.
         append_eos: end each document with the tokenizer's end-of-document token.
         eos_token: that token, where the tokenizer does not name it.
-        text_field: key of the text in a .jsonl line.
+        text_field: key of the text in a .jsonl line, name of its column in a table.
+        split: split to read of data sets that have several.
+        dataset_config: configuration to read of data sets on the hub that have several.
+        shuffle: mix the documents.
+        seed: of the mixing.
+        strict: end at the first record that is not UTF-8, has no text or is broken, instead of leaving it out.
         shard_nbytes: bytes of input per shard.
         num_workers: processes; default: one a core.
         overwrite: replace a Nanoset that was made from other inputs or settings.
         progress: show a progress bar.
 
     Returns:
-        The summary of each folder written: {"train": {...}, "validation": {...}}, or only "train".
+        The summary of each folder written, {"train": {...}, "validation": {...}} or only "train": what was read, dropped and written.
 
     Raises:
-        ConfigError: an input, the tokenizer or a setting cannot be used, or `output` holds something else.
+        ConfigError: an input, the tokenizer or a setting cannot be used, `output` holds something else, or there is no room for it.
     """
-    if not 0 <= validation_fraction < 1:
-        raise ConfigError(f"validation_fraction is {validation_fraction}: give a share from 0 up to, not including, 1")
-    if shard_nbytes < 1:
-        raise ConfigError(f"shard_nbytes is {shard_nbytes}: give at least 1")
-    files = find_files(inputs)
+    _check(validation_fraction=validation_fraction, shard_nbytes=shard_nbytes, num_workers=num_workers)
+    sources = find_sources(inputs, split, dataset_config)
     loaded = load_tokenizer(tokenizer, eos_token)
     if append_eos and loaded.eos_token_id is None:
         raise ConfigError(f"eos_token: {tokenizer} names no end-of-document token: name one of its tokens, or set append_eos to false")
     root = Path(output)
-    folders = {"train": root / "train", "validation": root / "validation"} if validation_fraction else {"train": root}
-    partial = {split: _partial(folder) for split, folder in folders.items()}
-    job = Job(tokenizer, loaded.digest(), eos_token, append_eos, text_field, validation_fraction, partial)
-    made_from = _made_from(job, files, loaded, shard_nbytes)
-    if done := _already_done(folders, made_from, overwrite):
+    target = Output({"train": root / "train", "validation": root / "validation"} if validation_fraction else {"train": root})
+    job = Job(loaded, append_eos, text_field, validation_fraction, seed if shuffle else None, strict, target)
+    stamps = {source: source.stamp() for source in sources}
+    made_from = {"inputs": _digest([*stamps.values()]), **job.settings(), "shard_nbytes": shard_nbytes}
+    if done := target.already_done(made_from, overwrite):
         return done
-    counts = job.run(cut_into_shards(files, shard_nbytes), num_workers or os.cpu_count() or 1, progress)
-    return {split: _finish(folder, split, counts, made_from, loaded) for split, folder in folders.items()}
+    shards = cut_into_shards(sources, shard_nbytes, job.seed)
+    width = max(5, len(str(len(shards) - 1)))
+    tasks = [job.task(f"{number:0{width}d}", pieces, stamps) for number, pieces in enumerate(shards)]
+    with target.reserved():
+        total = job.run(tasks, num_workers or os.cpu_count() or 1, progress)
+        return _finish(target, total, made_from, loaded)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A shard of work: its number in the names of files, what to read, and a digest of all that decides the bytes written."""
+
+    number: str
+    pieces: list[Piece]
+    digest: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of input, about."""
+        return sum(piece.nbytes for piece in self.pieces)
 
 
 @dataclass(frozen=True)
 class Job:
     """What a process must know to write a shard."""
 
-    tokenizer: str
-    tokenizer_digest: str
-    eos_token: str | None
+    tokenizer: TextTokenizer
     append_eos: bool
     text_field: str
     validation_fraction: float
-    folders: dict[str, Path]
+    seed: int | None
+    strict: bool
+    output: Output
 
-    def run(self, shards: list[list[Piece]], num_workers: int, progress: bool) -> Counter[str]:
-        """Write all shards into the folders, begun anew, and return the sums of their counts."""
-        for folder in self.folders.values():
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-        counts: Counter[str] = Counter()
-        columns = (TextColumn("tokenising"), BarColumn(), DownloadColumn(), TextColumn("{task.fields[tokens]}"), TimeRemainingColumn())
-        with Progress(*columns, disable=not progress) as bar:
-            task = bar.add_task("", total=sum(piece.end - piece.begin for shard in shards for piece in shard), tokens="")
-            for finished in self._shards(shards, min(num_workers, len(shards))):
-                counts += finished
-                seconds = max(bar.tasks[0].elapsed or 0, 1e-3)
-                bar.update(task, completed=counts["nbytes"], tokens=f"{counts['tokens'] / seconds:,.0f} tokens/s")
-        return counts
+    def settings(self) -> dict[str, Any]:
+        """Return what decides the bytes written, besides the inputs."""
+        return {
+            "tokenizer": self.tokenizer.digest(),
+            "eos_token_id": self.tokenizer.eos_token_id if self.append_eos else None,
+            "text_field": self.text_field,
+            "validation_fraction": self.validation_fraction,
+            "shuffle_seed": self.seed,
+        }
 
-    def _shards(self, shards: list[list[Piece]], num_workers: int) -> Iterator[Counter[str]]:
-        """Yield the counts of each shard as it is finished."""
-        if num_workers == 1:
-            yield from map(self.write_shard, range(len(shards)), shards)
-            return
-        with ProcessPoolExecutor(num_workers, get_context("spawn"), _use_one_thread) as pool:
-            waiting = [pool.submit(self.write_shard, number, pieces) for number, pieces in enumerate(shards)]
-            try:
-                for future in as_completed(waiting):
-                    yield future.result()
-            except BaseException:
-                pool.shutdown(cancel_futures=True)  # the first error ends the work, not the last shard
-                raise
+    def task(self, number: str, pieces: list[Piece], stamps: dict[Source, list[Any]]) -> Task:
+        """Return the task of writing these pieces into one shard."""
+        parts = [(stamps[piece.source], piece.begin, piece.end) for piece in pieces]
+        return Task(number, pieces, _digest([self.tokenizer.name, self.settings(), parts]))
 
-    def write_shard(self, number: int, pieces: list[Piece]) -> Counter[str]:
-        """Tokenise the documents of some pieces into shard `number` of each folder."""
-        tokenizer = _load_once(self.tokenizer, self.eos_token, self.tokenizer_digest)
-        end = np.array([tokenizer.eos_token_id] if self.append_eos else [], np.int64)
-        counts: Counter[str] = Counter(nbytes=sum(piece.end - piece.begin for piece in pieces))
-        writers: dict[str, ShardWriter] = {}
-        with ExitStack() as stack:
-            for texts in _batched(text for piece in pieces for text in piece.documents(self.text_field)):
-                for text, ids in zip(texts, tokenizer.encode(texts), strict=True):
-                    if not len(ids):
-                        counts["empty"] += 1
-                        continue
-                    split = self._split(text)
-                    if split not in writers:
-                        path = self.folders[split] / f"{number:05d}_unshuffled.ds"
-                        writers[split] = stack.enter_context(ShardWriter(path, self.tokenizer, token_nbytes_for(tokenizer.vocab_size)))
-                    writers[split].append(np.concatenate([ids, end]))
-        for split, writer in writers.items():
-            counts.update({f"{split}_documents": len(writer.ends), f"{split}_tokens": writer.num_tokens, "tokens": writer.num_tokens})
-        return counts
+    def name(self, task: Task) -> str:
+        """Return the name of a shard's file, after datatrove."""
+        return f"{task.number}_{'unshuffled' if self.seed is None else 'shuffled'}.ds"
+
+    def run(self, tasks: list[Task], num_workers: int, progress: bool) -> Tally:
+        """Write all shards that are not finished, and return what there is in all of them."""
+        finished = self.output.keep_finished({task.number: (task.digest, self.name(task)) for task in tasks}, self.strict)
+        todo = [task for task in tasks if task.number not in finished]
+        total = sum(task.nbytes for task in tasks)
+        try:
+            with Bar(total, total - sum(task.nbytes for task in todo), progress) as bar:
+                for counts in in_processes(self.write_shard, todo, min(num_workers, len(todo))):
+                    bar.advance(counts)
+        except BaseException:
+            self.output.sweep_temporary()  # of processes that were ended
+            raise
+        return totals(self.output.read_note(task.number)[1] for task in tasks)
+
+    def write_shard(self, task: Task) -> Iterator[Counter[str]]:
+        """Tokenise a shard's documents into a file of each folder, telling now and then what was done.
+
+        Raises:
+            ConfigError: there is no room for it; in strict work, a bad record.
+        """
+        tally = Tally()
+        try:
+            with ExitStack() as stack:
+                writers: dict[str, ShardWriter] = {}
+                for items in _batched(item for piece in task.pieces for item in piece.read(self.text_field)):
+                    before = tally.counts.copy()
+                    for split, texts in self._sort(items, tally).items():
+                        if split not in writers:
+                            writers[split] = stack.enter_context(self._writer(split, task))
+                        self._write(writers[split], split, texts, tally)
+                    tally.counts["progress"] = min(tally.counts["nbytes"], task.nbytes)
+                    yield tally.counts - before
+            del tally.counts["progress"]
+            self.output.write_note(task.number, task.digest, tally)
+        except OSError as error:  # not of the inputs: what reads them says so itself
+            text = f"output: {error.filename or self.output.folders['train']}: {error.strerror}"
+            raise ConfigError(f"{text}: make room, and the same command goes on with the shards that are not finished") from None
+        yield Counter(progress=task.nbytes - min(tally.counts["nbytes"], task.nbytes))
+
+    def _sort(self, items: list[Item], tally: Tally) -> dict[str, list[str]]:
+        """Count what was read, and return the texts by the folder that they belong to."""
+        texts: dict[str, list[str]] = {}
+        for found, nbytes in items:
+            tally.counts["nbytes"] += nbytes
+            if isinstance(found, str):
+                texts.setdefault(self._split(found), []).append(found)
+            elif self.strict:
+                raise ConfigError(f"inputs: {LineCounter().describe(found)}: mend it, or set strict to false to leave such records out")
+            else:
+                tally.drop(found)
+        return texts
+
+    def _write(self, writer: ShardWriter, split: str, texts: list[str], tally: Tally) -> None:
+        """Tokenise some texts into a shard."""
+        ids, lengths = self.tokenizer.encode(texts, self.append_eos)
+        tally.counts.update({"empty": len(texts) - len(lengths), f"{split}_documents": len(lengths), f"{split}_tokens": len(ids)})
+        writer.extend(ids, lengths)
+
+    def _writer(self, split: str, task: Task) -> ShardWriter:
+        path = self.output.partial(split) / self.name(task)
+        order = None if self.seed is None else _Order(f"{self.seed} {task.number} {split}")
+        return ShardWriter(path, self.tokenizer.name, token_nbytes_for(self.tokenizer.vocab_size), order)
 
     def _split(self, text: str) -> str:
         """Return the folder that a document belongs to, wherever and however often it stands."""
         if not self.validation_fraction:
             return "train"
-        digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-        return "validation" if int.from_bytes(digest, "little") < self.validation_fraction * 2.0**64 else "train"
+        return "validation" if _hash(text) < self.validation_fraction * 2.0**64 else "train"
 
 
-@lru_cache(maxsize=1)
-def _load_once(path: str, eos_token: str | None, digest: str) -> TextTokenizer:
-    """Load the tokenizer once a process; `digest` makes another file under the same name another tokenizer."""
-    return load_tokenizer(path, eos_token)
+@dataclass(frozen=True)
+class _Order:
+    """An order of the documents of one shard."""
+
+    key: str
+
+    def __call__(self, num_documents: int) -> Int64[np.ndarray, "docs"]:
+        return sample_ids(np.arange(num_documents), num_documents, _hash(self.key))
 
 
-def _use_one_thread() -> None:
-    """Stop the tokenizer's own threads in a process that is one of many."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+def _hash(text: str) -> int:
+    """Return 64 bits that depend on the text alone."""
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
-def _batched(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Yield lists of texts of about ENCODE_NCHARS together."""
-    batch: list[str] = []
+def _batched(items: Iterable[Item]) -> Iterator[list[Item]]:
+    """Yield lists of items with about ENCODE_NCHARS of text together."""
+    batch: list[Item] = []
     size = 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
+    for item in items:
+        batch.append(item)
+        size += 100 if isinstance(item[0], Bad) else len(item[0])
         if size >= ENCODE_NCHARS:
             yield batch
             batch, size = [], 0
@@ -180,58 +246,40 @@ def _batched(texts: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _partial(folder: Path) -> Path:
-    return folder.with_name(folder.name + ".partial")
+def _check(*, validation_fraction: float, shard_nbytes: int, num_workers: int | None) -> None:
+    if not 0 <= validation_fraction < 1:
+        raise ConfigError(f"validation_fraction is {validation_fraction}: give a share from 0 up to, not including, 1")
+    if shard_nbytes < 1:
+        raise ConfigError(f"shard_nbytes is {shard_nbytes}: give at least 1")
+    if num_workers is not None and num_workers < 1:
+        raise ConfigError(f"num_workers is {num_workers}: give at least 1, or leave it out for one a core")
 
 
-def _made_from(job: Job, files: list[Path], tokenizer: TextTokenizer, shard_nbytes: int) -> dict[str, Any]:
-    """Return all that decides the bytes written."""
-    stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    return {
-        "inputs": hashlib.blake2b(json.dumps(stats).encode(), digest_size=16).hexdigest(),
-        "tokenizer": job.tokenizer_digest,
-        "eos_token_id": tokenizer.eos_token_id if job.append_eos else None,
-        "text_field": job.text_field,
-        "validation_fraction": job.validation_fraction,
-        "shard_nbytes": shard_nbytes,
+def _digest(value: Any) -> str:
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
+
+
+def _finish(output: Output, total: Tally, made_from: dict[str, Any], tokenizer: TextTokenizer) -> Summaries:
+    """Write the summaries into the partial folders and give these their names."""
+    figures = total.summary()
+    for split, folder in output.folders.items():
+        if not total.counts[f"{split}_documents"]:
+            fix = "give more text, or another validation_fraction" if made_from["validation_fraction"] else "give files with text"
+            why = f" ({figures['bad_records'][0]})" if figures["bad_records"] else ""
+            raise ConfigError(f"inputs: no document is left for {folder}{why}: {fix}")
+    summaries = {
+        split: {
+            "tokenizer": tokenizer.name,
+            "vocab_size": tokenizer.vocab_size,
+            "eos_token_id": tokenizer.eos_token_id,
+            "documents": total.counts[f"{split}_documents"],
+            "tokens": total.counts[f"{split}_tokens"],
+            **figures,
+            "made_from": made_from,
+        }
+        for split in output.folders
     }
-
-
-def _already_done(folders: dict[str, Path], made_from: dict[str, Any], overwrite: bool) -> dict[str, dict[str, Any]] | None:
-    """Return the summaries if all folders were made from the same; refuse to touch what is not ours."""
-    summaries = {}
-    for split, folder in folders.items():
-        if not folder.exists() or not any(folder.iterdir()):
-            continue
-        if not (folder / SUMMARY).is_file():
-            raise ConfigError(f"output: {folder} holds files that `prepare` did not write: choose another folder")
-        summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
-        other = [key for key, value in made_from.items() if summary["made_from"].get(key) != value]
-        if other and not overwrite:
-            raise ConfigError(f"output: {folder} was made with other {', '.join(other)}: choose another folder, or set overwrite to true")
-        if not other:
-            summaries[split] = summary
-    return summaries if len(summaries) == len(folders) else None
-
-
-def _finish(folder: Path, split: str, counts: Counter[str], made_from: dict[str, Any], tokenizer: TextTokenizer) -> dict[str, Any]:
-    """Write the summary into the partial folder and give it its name."""
-    if not counts[f"{split}_documents"]:
-        fix = "give more text, or another validation_fraction" if made_from["validation_fraction"] else "give files with text"
-        raise ConfigError(f"inputs: no document is left for {folder}: {fix}")
-    summary = {
-        "tokenizer": tokenizer.name,
-        "vocab_size": tokenizer.vocab_size,
-        "eos_token_id": tokenizer.eos_token_id,
-        "documents": counts[f"{split}_documents"],
-        "tokens": counts[f"{split}_tokens"],
-        "empty_documents_dropped": counts["empty"],
-        "input_nbytes": counts["nbytes"],
-        "made_from": made_from,
-    }
-    partial = _partial(folder)
-    (partial / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    if folder.exists():
-        shutil.rmtree(folder)
-    partial.rename(folder)
-    return summary
+    for split, summary in summaries.items():
+        write_whole(output.partial(split) / SUMMARY, json.dumps(summary, indent=1) + "\n")
+    output.name_folders()
+    return summaries

@@ -8,13 +8,15 @@ The metadata is written last: a shard that has it is whole. Opening a shard read
 """
 
 import mmap
+from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
-from jaxtyping import Shaped
+from jaxtyping import Int64, Shaped
 
 from lightning_3d.errors import ConfigError
 
@@ -69,31 +71,66 @@ class Shard:
 
 
 class ShardWriter:
-    """Writes one shard, document by document; a context manager that writes index and metadata when all went well."""
+    """Writes one shard, document by document; a context manager that gives the files their names when all went well.
 
-    def __init__(self, path: Path, tokenizer: str, token_nbytes: int) -> None:
+    Until then they end in .tmp, which no reader looks at; after an error they are removed. With `order`, a function of the number of
+    documents, these are written again in the order that it returns, through a memory map: 24 bytes a document are all that memory holds.
+    """
+
+    def __init__(
+        self, path: Path, tokenizer: str, token_nbytes: int, order: Callable[[int], Int64[np.ndarray, "docs"]] | None = None
+    ) -> None:
         self.path = path
         self.tokenizer = tokenizer
         self.dtype = WIDTHS[token_nbytes]
-        self.ends: list[int] = []
+        self.order = order
+        self.ends = array("Q")
         self.num_tokens = 0
 
     def __enter__(self) -> "ShardWriter":
-        self._file = self.path.open("wb")
+        self._file = self._temporary("").open("wb")
         return self
 
     def append(self, ids: Shaped[np.ndarray, "T"]) -> None:
         """Append one document's token ids."""
-        self._file.write(ids.astype(self.dtype, copy=False).tobytes())
-        self.num_tokens += len(ids)
-        self.ends.append(self.num_tokens)
+        self.extend(ids, [len(ids)])
+
+    def extend(self, ids: Shaped[np.ndarray, "T"], lengths: list[int]) -> None:
+        """Append the token ids of some documents, back to back."""
+        self._file.write(ids.astype(self.dtype, copy=False).data)
+        for length in lengths:
+            self.num_tokens += length
+            self.ends.append(self.num_tokens)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._file.close()
-        if kind is None:
-            np.array(self.ends, "<u8").tofile(self.path.with_name(self.path.name + ".index"))
-            lines = f"{self.tokenizer}|{self.dtype.itemsize}\n{self.num_tokens}\n{_for_people(self.num_tokens)}T"
-            self.path.with_name(self.path.name + ".metadata").write_text(lines, encoding="utf-8")
+        try:
+            self._file.close()  # may still have to write, and find the disk full
+            if kind is None:
+                self._finish()
+        finally:
+            for suffix in ("", ".index", ".metadata", ".ordered"):
+                self._temporary(suffix).unlink(missing_ok=True)
+
+    def _finish(self) -> None:
+        if self.order is not None and len(self.ends) > 1:
+            self._reorder(self.order(len(self.ends)))
+        self._temporary(".index").write_bytes(np.frombuffer(self.ends, np.uint64).astype("<u8").data)
+        lines = f"{self.tokenizer}|{self.dtype.itemsize}\n{self.num_tokens}\n{_for_people(self.num_tokens)}T"
+        self._temporary(".metadata").write_text(lines, encoding="utf-8")
+        for suffix in (".index", "", ".metadata"):
+            self._temporary(suffix).replace(self.path.with_name(self.path.name + suffix))
+
+    def _reorder(self, order: Int64[np.ndarray, "docs"]) -> None:
+        """Write the documents again, in this order."""
+        tokens, ends = _map(self._temporary(""), self.dtype), self.ends
+        self.ends, self.num_tokens = array("Q"), 0
+        with self._temporary(".ordered").open("wb") as self._file:
+            for number in map(int, order):
+                self.append(tokens[ends[number - 1] if number else 0 : ends[number]])
+        self._temporary(".ordered").replace(self._temporary(""))
+
+    def _temporary(self, suffix: str) -> Path:
+        return self.path.with_name(f"{self.path.name}{suffix}.tmp")
 
 
 def _read_metadata(path: Path) -> tuple[str, int]:

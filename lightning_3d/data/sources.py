@@ -1,85 +1,69 @@
-"""Text files and what is in them: the documents of plain text (one a file) and of .jsonl (one a line).
+"""From the names on the command line to shards of work.
 
-Work is cut into shards by bytes of input, a .jsonl in the middle of a file too: a line belongs to the piece in which it begins.
-So the shards do not depend on how many processes do the work.
+Work is cut by bytes of input, in the middle of a file where its format allows that, so the shards do not depend on how many processes do
+the work.
 """
 
 import glob
-import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
+
+from lightning_3d.data.files import JsonLines, TextFile
+from lightning_3d.data.order import sample_ids
+from lightning_3d.data.records import Piece, Source
+from lightning_3d.data.tables import ParquetFile, SavedDataset, StreamedDataset
 from lightning_3d.errors import ConfigError
 
-
-@dataclass(frozen=True)
-class Piece:
-    """Bytes begin to end of a file: all of a plain text file, a part of a .jsonl."""
-
-    path: Path
-    begin: int
-    end: int
-
-    def documents(self, text_field: str) -> Iterator[str]:
-        """Yield the texts of the documents that begin in this piece.
-
-        Raises:
-            ConfigError: text is not UTF-8, a line is not a JSON object, or it has no text in `text_field`.
-        """
-        if self.path.suffix == ".jsonl":
-            yield from self._lines(text_field)
-        else:
-            try:
-                yield self.path.read_text(encoding="utf-8")
-            except UnicodeDecodeError as error:
-                raise ConfigError(f"inputs: {self.path} is not UTF-8 text ({error.reason} at byte {error.start})") from None
-
-    def _lines(self, text_field: str) -> Iterator[str]:
-        with self.path.open("rb") as file:
-            if self.begin > 0:
-                file.seek(self.begin - 1)
-                file.readline()  # the rest of a line that began before; only its newline if it ended there
-            while (place := file.tell()) < self.end:
-                line = file.readline()
-                if not line.strip():
-                    continue
-                try:
-                    text = json.loads(line)[text_field]
-                except (ValueError, KeyError, TypeError):
-                    text = None
-                if not isinstance(text, str):
-                    raise ConfigError(f'inputs: {self.path}, line at byte {place}: no JSON object with text in "{text_field}"')
-                yield text
+SHUFFLED_PIECES = 16  # pieces of a shard when documents are shuffled: each shard is a mixture of about so many places
+HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".gz", ".zst")  # no name on the hub ends like this
 
 
-def find_files(inputs: list[str]) -> list[Path]:
-    """Return the files that paths and patterns name, each once, those of a pattern in order of their names.
+def find_sources(inputs: list[str], split: str = "train", config: str | None = None) -> list[Source]:
+    """Return what paths, patterns and names of data sets name, each once, those of a pattern in order of their names.
 
     Raises:
-        ConfigError: one of them names no file.
+        ConfigError: there is none, or one of them names nothing.
     """
-    files: dict[Path, None] = {}
+    if not inputs:
+        raise ConfigError("inputs: none given: name text, .jsonl or .parquet files, data sets or patterns of them")
+    sources: dict[Source, None] = {}
     for name in inputs:
-        found = [path for path in map(Path, sorted(glob.glob(name, recursive=True)) or [name]) if path.is_file()]
+        found = [source for path in sorted(glob.glob(name, recursive=True)) or [name] if (source := _source_at(path, split))]
+        if not found and (Path(name).is_dir() or (HUB_NAME.fullmatch(name) and not name.endswith(SUFFIXES))):
+            found = [StreamedDataset(name, split, config)]
         if not found:
-            raise ConfigError(f"inputs: {name} names no file: give text files, .jsonl files or patterns of them")
-        files.update(dict.fromkeys(found))
-    return list(files)
+            raise ConfigError(f"inputs: {name} names no file: give text, .jsonl or .parquet files, data sets or patterns of them")
+        sources.update(dict.fromkeys(found))
+    return list(sources)
 
 
-def cut_into_shards(files: list[Path], shard_nbytes: int) -> list[list[Piece]]:
-    """Group the files, cut where they can be, into pieces of about `shard_nbytes` together."""
+def _source_at(path: str, split: str) -> Source | None:
+    """Return the file or saved data set at a path."""
+    if Path(path).is_file():
+        if path.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")):
+            return JsonLines(path)
+        return ParquetFile(path) if path.endswith(".parquet") else TextFile(path)
+    if any((Path(path) / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        return SavedDataset(path, split)
+    return None
+
+
+def cut_into_shards(sources: Iterable[Source], shard_nbytes: int, seed: int | None = None) -> list[list[Piece]]:
+    """Group the sources, cut where they can be, into pieces of about `shard_nbytes` together; mixed, if there is a seed."""
+    step = shard_nbytes if seed is None else max(1, shard_nbytes // SHUFFLED_PIECES)
+    pieces = [piece for source in sources for piece in source.pieces(step)]
+    if seed is not None:
+        pieces = [pieces[number] for number in sample_ids(np.arange(len(pieces)), len(pieces), seed)]
     shards: list[list[Piece]] = [[]]
     room = shard_nbytes
-    for path in files:
-        size = path.stat().st_size
-        step = shard_nbytes if path.suffix == ".jsonl" else max(size, 1)
-        for begin in range(0, max(size, 1), step):  # an empty file is read too, and counted as an empty document
-            piece = Piece(path, begin, min(begin + step, size))
-            if room <= 0:
-                shards.append([])
-                room = shard_nbytes
-            shards[-1].append(piece)
-            room -= piece.end - piece.begin
+    for piece in pieces:
+        if room <= 0:
+            shards.append([])
+            room = shard_nbytes
+        shards[-1].append(piece)
+        room -= piece.nbytes
     return shards

@@ -25,9 +25,17 @@ class TextTokenizer:
     vocab_size: int
     eos_token_id: int | None
 
-    def encode(self, texts: list[str]) -> list[Int64[np.ndarray, "T"]]:
-        """Return the token ids of each text."""
-        return [np.array(encoding.ids, np.int64) for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+    def encode(self, texts: list[str], append_eos: bool) -> tuple[Int64[np.ndarray, "T"], list[int]]:
+        """Return the token ids of all texts back to back, and how many each has; texts without any are left out."""
+        end = [self.eos_token_id] if append_eos else []
+        ids: list[int | None] = []
+        lengths = []
+        for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False):
+            if len(encoding):
+                ids += encoding.ids
+                ids += end
+                lengths.append(len(encoding) + len(end))
+        return np.array(ids, np.int64), lengths
 
     def digest(self) -> str:
         """Tell this tokenizer from another, wherever its files lie."""

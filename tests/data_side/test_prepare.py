@@ -1,6 +1,7 @@
 """What `prepare` writes, to the byte, whoever does the work; what it leaves alone, and what it says about bad input."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,9 @@ def test_golden_bytes(words: str, tmp_path: Path) -> None:
         summary = prepare(inputs, words, str(tmp_path / name), eos_token="end", progress=False)
         assert contents(tmp_path / name) == golden
         assert summary["train"] == json.loads((tmp_path / name / "nanoset.json").read_text())
-        figures = {key: summary["train"][key] for key in ("documents", "tokens", "empty_documents_dropped", "vocab_size", "eos_token_id")}
-        assert figures == {"documents": 3, "tokens": 11, "empty_documents_dropped": 1, "vocab_size": 5, "eos_token_id": 4}
+        figures = {key: summary["train"][key] for key in ("documents", "tokens", "dropped", "vocab_size", "eos_token_id")}
+        assert figures == {"documents": 3, "tokens": 11, "dropped": {"empty": 1}, "vocab_size": 5, "eos_token_id": 4}
+        assert summary["train"]["read"] == {"nbytes": sum(os.path.getsize(path) for path in inputs), "documents": 4}
     without = prepare(
         [jsonl(tmp_path / "in.jsonl", "a b", "c", field="body")], words, str(tmp_path / "o"), append_eos=False, text_field="body"
     )
@@ -142,8 +144,8 @@ def test_made_from_something_else(words: str, tmp_path: Path) -> None:
 def test_stopped_in_the_middle_nothing_looks_whole(words: str, tmp_path: Path, num_workers: int) -> None:
     path = Path(jsonl(tmp_path / "in.jsonl", *["a b c"] * 20))
     path.write_text(path.read_text() + '{"body": 1}\n')
-    settings: dict[str, Any] = {"eos_token": "end", "progress": False, "shard_nbytes": 50, "num_workers": num_workers}
-    with pytest.raises(ConfigError, match=r'inputs: .*in\.jsonl, line at byte 550: no JSON object with text in "text"'):
+    settings: dict[str, Any] = {"eos_token": "end", "progress": False, "shard_nbytes": 50, "num_workers": num_workers, "strict": True}
+    with pytest.raises(ConfigError, match=r'inputs: .*in\.jsonl, line 21: no text \(no text in "text"\): mend it'):
         prepare([str(path)], words, str(tmp_path / "out"), **settings)
     assert not (tmp_path / "out").exists()
     jsonl(path, *["a b c"] * 20)
@@ -173,9 +175,20 @@ def test_patterns(words: str, tmp_path: Path) -> None:
         ({"validation_fraction": 1.0}, r"validation_fraction is 1\.0: give a share from 0 up to"),
         ({"validation_fraction": 1e-9}, r"inputs: no document is left for .*validation: give more text, or another validation_fraction"),
         ({"shard_nbytes": 0}, r"shard_nbytes is 0"),
-        ({"inputs": ["{tmp}/latin.txt"]}, r"inputs: .*latin\.txt is not UTF-8 text \(.* at byte 3\)"),
+        ({"shard_nbytes": -5}, r"shard_nbytes is -5"),
+        ({"num_workers": 0}, r"num_workers is 0: give at least 1"),
+        ({"num_workers": -1}, r"num_workers is -1"),
+        ({"validation_fraction": -0.1}, r"validation_fraction is -0\.1"),
+        ({"inputs": []}, r"inputs: none given: name text"),
+        (
+            {"inputs": ["{tmp}/latin.txt"]},
+            r"inputs: no document is left for .*out \(.*latin\.txt, byte 3: not UTF-8 \(unexpected end of data\)\): give files with text",
+        ),
         ({"inputs": ["{tmp}/empty.txt"]}, r"inputs: no document is left for .*out: give files with text"),
-        ({"inputs": ["{tmp}/list.jsonl"]}, r"inputs: .*list\.jsonl, line at byte 0: no JSON object"),
+        (
+            {"inputs": ["{tmp}/list.jsonl"], "strict": True},
+            r"inputs: .*list\.jsonl, line 1: no text \(not an object\): mend it, or set str",
+        ),
     ],
 )
 def test_bad_input(words: str, tmp_path: Path, keys: dict[str, Any], message: str) -> None:
