@@ -83,14 +83,14 @@ class NanosetDataModule(LightningDataModule):
         self.documents = ("index" if eos_token_id is None else eos_token_id) if mask_documents else None
         first = DataStage(1, dataset_folder, dataset_weights, None, max_epochs)
         self.stages = Stages([first, *(data_stages or [])], sequence_length, self.open_train_set, seed)
-        self.validation_set = self._open("validation_folder", validation_folder, sequence_length) if validation_folder else None
+        self.validation_set = _open_validation_set(validation_folder, sequence_length) if validation_folder else None
         self.validation_samples = validation_samples
         self._model_vocab_size: int | None = None
         self._forget()
 
     def open_train_set(self, folder: str, sequence_length: int) -> Samples:
         """The samples of a folder; override for sets of another kind."""
-        return self._open("dataset_folder", folder, sequence_length)
+        return Nanoset(folder, sequence_length)
 
     @property
     def vocab_size(self) -> int | None:
@@ -233,7 +233,7 @@ class NanosetDataModule(LightningDataModule):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        begun = [begin for begin in self._begins() if begin <= self.consumed_samples]
+        begun = [0, *(begin for begin in self._begins()[1:] if begin < self.consumed_samples)]
         return {
             "consumed_samples": self.consumed_samples,
             "batches": self._batches_done(),
@@ -278,12 +278,12 @@ class NanosetDataModule(LightningDataModule):
                 "this stage has not begun: let it start later"
             )
 
-    @staticmethod
-    def _open(key: str, folder: str, sequence_length: int) -> Nanoset:
-        try:
-            return Nanoset(folder, sequence_length)
-        except ConfigError as error:
-            raise ConfigError(f"data.{key}: {error}") from None
+
+def _open_validation_set(folder: str, sequence_length: int) -> Nanoset:
+    try:
+        return Nanoset(folder, sequence_length)
+    except ConfigError as error:
+        raise ConfigError(f"data.validation_folder: {error}") from None
 
 
 def _require_at_least(least: int, **values: int) -> None:

@@ -52,7 +52,7 @@ class Stage:
         self.folders = [config.dataset_folder] if isinstance(config.dataset_folder, str) else list(config.dataset_folder)
         if not self.folders or len(set(self.folders)) < len(self.folders):
             raise ConfigError(f"{key}dataset_folder={self.folders}: name at least one folder, and each only once")
-        self.sets = [open_set(folder, sequence_length) for folder in self.folders]
+        self.sets = [self._open(open_set, folder) for folder in self.folders]
         weights = [members.num_tokens for members in self.sets] if config.dataset_weights is None else config.dataset_weights
         limits = config.max_epochs if isinstance(config.max_epochs, list) else [config.max_epochs] * len(self.sets)
         for name, values in (("dataset_weights", weights), ("max_epochs", limits)):
@@ -64,6 +64,12 @@ class Stage:
         except ConfigError as error:
             raise ConfigError(f"{key}{error}") from None
         self._description: dict[str, Any] | None = None
+
+    def _open(self, open_set: OpenSet, folder: str) -> Samples:
+        try:
+            return open_set(folder, self.sequence_length)
+        except ConfigError as error:
+            raise ConfigError(f"{self.key}dataset_folder: {error}") from None
 
     def __len__(self) -> int:
         """Samples in all sets."""
@@ -99,7 +105,9 @@ class Stages:
                 raise ConfigError(
                     f"{key}start_training_step={config.start_training_step} is not after {before}, where the stage before starts"
                 )
-            sequence_length = config.sequence_length or sequence_length
+            sequence_length = sequence_length if config.sequence_length is None else config.sequence_length
+            if sequence_length < 1:
+                raise ConfigError(f"{key}sequence_length is {sequence_length}: give a whole number of at least 1")
             self.stages.append(Stage(config, sequence_length, open_set, key))
         folders = dict.fromkeys(folder for stage in self.stages for folder in stage.folders)
         self.seeds = {folder: seed + number * GOLDEN for number, folder in enumerate(folders)}
