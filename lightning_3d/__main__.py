@@ -30,7 +30,10 @@ class Function(NamedTuple):
     positional: str | None = None
 
 
-FUNCTIONS = {"prepare": Function("lightning_3d.data.prepare.prepare", "tokenise text into a Nanoset", "inputs")}
+FUNCTIONS = {
+    "prepare": Function("lightning_3d.data.prepare.prepare", "tokenise text into a Nanoset", "inputs"),
+    "inspect": Function("lightning_3d.data.inspect.inspect", "show what is in a Nanoset", "data"),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
