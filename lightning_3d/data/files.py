@@ -1,11 +1,11 @@
 """Plain text, a document a file, and .jsonl, a document a line; both also compressed, as .gz or .zst.
 
 A .jsonl can be cut in the middle: a line belongs to the piece in which it begins. What is compressed has to be read from its
-beginning, so it is one piece. From a file that breaks off, the documents before the break are kept.
+beginning, so it is one piece. From a file that breaks off, the documents before the break are kept; of a .zst, which is unpacked a
+megabyte at a time, all but the last megabyte of them.
 """
 
 import gzip
-import io
 import json
 import os
 import sys
@@ -13,7 +13,8 @@ import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from io import BufferedIOBase, BufferedReader
+from typing import Any
 
 from lightning_3d.data.records import Bad, Item, Piece, is_unicode, reason_for
 
@@ -94,27 +95,27 @@ def file_stamp(path: str) -> list[Any]:
 
 
 @contextmanager
-def opened(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+def opened(path: str) -> Iterator[tuple[BufferedIOBase, BufferedIOBase]]:
     """Open a file: its own bytes, which tell how far the reading got, and what is in it."""
     with ExitStack() as stack:
         raw = stack.enter_context(open(path, "rb"))
         if path.endswith(".gz"):
-            yield raw, stack.enter_context(gzip.open(raw))  # type: ignore[misc]  # a GzipFile reads like any file
+            yield raw, stack.enter_context(gzip.GzipFile(fileobj=raw))
         elif path.endswith(".zst"):
             import pyarrow
 
             stream = pyarrow.CompressedInputStream(raw, "zstd")
-            # Small reads: what arrow had unpacked of the one that fails is lost.
-            yield raw, stack.enter_context(io.BufferedReader(stream, 1 << 16))
+            yield raw, stack.enter_context(BufferedReader(stream, 1 << 16))
         else:
             yield raw, raw
 
 
-def _begin_line(file: BinaryIO, begin: int) -> int:
+def _begin_line(file: BufferedIOBase, begin: int) -> int:
     """Go to the first line that begins at byte `begin` or after."""
-    if begin > 0:
-        file.seek(begin - 1)
-        file.readline()  # the rest of a line that began before; only its newline if it ended there
+    if begin == 0:
+        return 0
+    file.seek(begin - 1)
+    file.readline()  # the rest of a line that began before; only its newline if it ended there
     return file.tell()
 
 

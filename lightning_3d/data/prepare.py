@@ -93,6 +93,8 @@ def prepare(
     stamps = {source: source.stamp() for source in sources}
     made_from = {"inputs": _digest([*stamps.values()]), **job.settings(), "shard_nbytes": shard_nbytes}
     if done := target.already_done(made_from, overwrite):
+        if strict:
+            _refuse_incomplete(done, root)
         return done
     shards = cut_into_shards(sources, shard_nbytes, job.seed)
     width = max(5, len(str(len(shards) - 1)))
@@ -253,6 +255,16 @@ def _check(*, validation_fraction: float, shard_nbytes: int, num_workers: int | 
         raise ConfigError(f"shard_nbytes is {shard_nbytes}: give at least 1")
     if num_workers is not None and num_workers < 1:
         raise ConfigError(f"num_workers is {num_workers}: give at least 1, or leave it out for one a core")
+
+
+def _refuse_incomplete(done: Summaries, root: Path) -> None:
+    """What was left out of a folder is an error where all of the input is asked for."""
+    for summary in done.values():
+        if bad := summary.get("bad_records"):
+            records = sum(count for kind, count in summary["dropped"].items() if kind != "empty")
+            raise ConfigError(
+                f"strict: {root} was made without {records} records, the first of them {bad[0]}: mend it, or set strict to false"
+            )
 
 
 def _digest(value: Any) -> str:
