@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lightning_3d.callbacks import Throughput as Throughput
     from lightning_3d.checkpoint import latest_checkpoint as latest_checkpoint
     from lightning_3d.datamodule import NanosetDataModule as NanosetDataModule
+    from lightning_3d.datamodule import SyntheticDataModule as SyntheticDataModule
     from lightning_3d.module import LlamaModule as LlamaModule
     from lightning_3d.module import PipelineMixin as PipelineMixin
     from lightning_3d.strategy import ThreeDStrategy as ThreeDStrategy
@@ -26,6 +27,7 @@ _HOME = {
     "PipelineMixin": "module",
     "LlamaModule": "module",
     "NanosetDataModule": "datamodule",
+    "SyntheticDataModule": "datamodule",
     "Checkpoint": "callbacks",
     "GradNorm": "callbacks",
     "ProgressBar": "callbacks",

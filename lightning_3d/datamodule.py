@@ -13,6 +13,7 @@ whatever passes over the data that takes; else an epoch is one pass, and what a 
 
 from bisect import bisect_right
 from collections.abc import Iterator
+from functools import partial
 from itertools import count, islice
 from typing import Any
 
@@ -25,6 +26,7 @@ from lightning_3d.data.batches import Batches, BatchLoader, Key
 from lightning_3d.data.nanoset import Nanoset
 from lightning_3d.data.stages import DataStage, Stages
 from lightning_3d.data.stream import InOrder, Samples, Stream
+from lightning_3d.data.synthetic import SyntheticTokens
 from lightning_3d.errors import ConfigError
 
 LOOK_AT_TOKENS = 1 << 20  # of each set, before training begins
@@ -83,7 +85,7 @@ class NanosetDataModule(LightningDataModule):
         self.documents = ("index" if eos_token_id is None else eos_token_id) if mask_documents else None
         first = DataStage(1, dataset_folder, dataset_weights, None, max_epochs)
         self.stages = Stages([first, *(data_stages or [])], sequence_length, self.open_train_set, seed)
-        self.validation_set = _open_validation_set(validation_folder, sequence_length) if validation_folder else None
+        self.validation_set: Samples | None = _open_validation_set(validation_folder, sequence_length) if validation_folder else None
         self.validation_samples = validation_samples
         self._model_vocab_size: int | None = None
         self._forget()
@@ -277,6 +279,55 @@ class NanosetDataModule(LightningDataModule):
                 f"{stages[begun].key}start_training_step={stages[begun].start_step}: the checkpoint is at step {state_dict['step']} and "
                 "this stage has not begun: let it start later"
             )
+
+
+class SyntheticDataModule(NanosetDataModule):
+    """Tokens that are made up as they are read (see data/synthetic.py): what a benchmark needs, and a run without any file.
+
+    Args:
+        vocab_size: of the model.
+        sequence_length: tokens a sample.
+        micro_batch_size: samples a microbatch.
+        batch_accumulation_per_replica: microbatches a batch, on each data-parallel replica.
+        num_samples: of an epoch.
+        mask_documents: attention within documents only.
+        validation_samples: other samples of the same language.
+        num_workers: processes that make samples ahead.
+        seed: of the language and the order.
+
+    Raises:
+        ConfigError: a size is not positive.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        sequence_length: int,
+        micro_batch_size: int = 1,
+        batch_accumulation_per_replica: int = 1,
+        num_samples: int = 1 << 30,
+        mask_documents: bool = False,
+        validation_samples: int = 64,
+        num_workers: int = 0,
+        seed: int = 42,
+    ) -> None:
+        self._make = partial(SyntheticTokens, vocab_size, seed=seed)
+        self._num_samples = num_samples
+        super().__init__(
+            "synthetic",
+            sequence_length,
+            micro_batch_size,
+            batch_accumulation_per_replica,
+            mask_documents=mask_documents,
+            validation_samples=validation_samples,
+            num_workers=num_workers,
+            seed=seed,
+        )
+        self.validation_set = self._make(sequence_length, num_samples=validation_samples, first_sample=num_samples)
+
+    @override
+    def open_train_set(self, folder: str, sequence_length: int) -> Samples:
+        return self._make(sequence_length, num_samples=self._num_samples)
 
 
 def _open_validation_set(folder: str, sequence_length: int) -> Nanoset:

@@ -11,7 +11,8 @@ import yaml
 from lightning_3d.__main__ import FUNCTIONS, TRAINER, main
 from lightning_3d.usage import one_line
 
-DATA = Path(__file__).parent / "data"
+ROOT = Path(__file__).parent.parent
+DATA = ROOT / "tests/data"
 LLAMA = {
     "vocab_size": 512,
     "hidden_size": 32,
@@ -105,6 +106,34 @@ def shown(capsys: Any, *args: str) -> dict[str, Any]:
     with pytest.raises(SystemExit):
         main(["fit", *args, "--print_config"])
     return yaml.safe_load(capsys.readouterr().out)
+
+
+def test_blends_stages_and_masks_in_yaml(write, capsys) -> None:
+    """The keys of configs/data/blend_stages.yaml, with folders that exist; a wrong one is named with its place."""
+    content, folders = (
+        recipe(callbacks=[{"class_path": "Throughput"}, {"class_path": "Summary"}], max_steps=3),
+        [
+            str(DATA / "nanoset_datatrove"),
+            str(DATA / "nanoset_datatrove_u32"),
+        ],
+    )
+    fragment = yaml.safe_load((ROOT / "configs/data/blend_stages.yaml").read_text())
+    fragment["data_stages"][0] |= {"start_training_step": 3, "dataset_folder": folders, "sequence_length": 64}
+    fragment |= {"dataset_folder": folders, "sequence_length": 32, "micro_batch_size": 2, "num_workers": 0}
+    content["data"] = fragment | {"validation_folder": folders[0], "validation_samples": 4}
+    assert main(["fit", "--config", write(content)]) == 0
+    assert "steps        3" in capsys.readouterr().out
+    content["data"]["data_stages"][0]["max_epochs"] = [None, 0.001]
+    assert main(["fit", "--config", write(content)]) == 2
+    assert "data.data_stages[0].max_epochs=0.001: this run would read" in capsys.readouterr().err
+
+
+def test_synthetic_data_needs_no_file(write, capsys) -> None:
+    content = recipe()
+    content["data"] = yaml.safe_load((ROOT / "configs/data/synthetic.yaml").read_text())
+    content["data"]["init_args"] |= {"vocab_size": 512, "sequence_length": 32}
+    assert main(["fit", "--config", write(content)]) == 0
+    assert "steps        2" in capsys.readouterr().out
 
 
 def test_any_module_and_strategy_can_be_named(write, capsys) -> None:

@@ -34,17 +34,19 @@ class SyntheticTokens:
         sequence_length: tokens a sample.
         num_samples: of an epoch.
         seed: of the cycle and of all draws.
+        first_sample: leave out so many samples: others of the same language, for validation.
 
     Raises:
         ConfigError: fewer than two ids or tokens, no sample, or a negative seed.
     """
 
-    def __init__(self, vocab_size: int, sequence_length: int, num_samples: int, seed: int = 0) -> None:
+    def __init__(self, vocab_size: int, sequence_length: int, num_samples: int, seed: int = 0, first_sample: int = 0) -> None:
         least = {"vocab_size": (vocab_size, 2), "sequence_length": (sequence_length, 1), "num_samples": (num_samples, 1), "seed": (seed, 0)}
         for key, (value, low) in least.items():
             if value < low:
                 raise ConfigError(f"synthetic data: {key} is {value}: give at least {low}")
         self.vocab_size, self.sequence_length, self.num_samples, self.seed = vocab_size, sequence_length, num_samples, seed
+        self.first_sample = first_sample
         self.num_symbols = min(NUM_SYMBOLS, vocab_size - 1)
         stride = (vocab_size - 1) // self.num_symbols
         self._cycle = 1 + stride * sample_ids(np.arange(self.num_symbols), self.num_symbols, seed)
@@ -105,12 +107,15 @@ class SyntheticTokens:
     def fingerprint(self) -> dict[str, int | str]:
         """Tell these samples from others."""
         settings = {"vocab_size": self.vocab_size, "sequence_length": self.sequence_length, "samples": self.num_samples, "seed": self.seed}
-        return {"kind": "synthetic", **settings}
+        return {"kind": "synthetic", "first_sample": self.first_sample, **settings}
 
     def _draws(self, ids: Int64[np.ndarray, "n"]) -> tuple[Float64[np.ndarray, "n window"], Int64[np.ndarray, "n window"]]:
         """Return a share in [0, 1) and a symbol for each token; raw bits, which numpy promises not to change."""
         width = self.sequence_length + 1
-        rows = [np.random.Philox(key=self.seed, counter=[0, 0, sample, 0]).random_raw(2 * width) for sample in ids.tolist()]
+        rows = [
+            np.random.Philox(key=self.seed, counter=[0, 0, sample, 0]).random_raw(2 * width)
+            for sample in (ids + self.first_sample).tolist()
+        ]
         raw = np.array(rows, np.uint64).reshape(len(ids), 2, width)
         return (raw[:, 0] >> np.uint64(11)) * 2.0**-53, (raw[:, 1] % np.uint64(self.num_symbols)).astype(np.int64)
 
