@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lightning_3d.module import LlamaModule as LlamaModule
     from lightning_3d.module import PipelineMixin as PipelineMixin
     from lightning_3d.strategy import ThreeDStrategy as ThreeDStrategy
+    from lightning_3d.text_datamodule import TextDataModule as TextDataModule
 
 __version__ = "0.1.0"
 
@@ -28,6 +29,7 @@ _HOME = {
     "LlamaModule": "module",
     "NanosetDataModule": "datamodule",
     "SyntheticDataModule": "datamodule",
+    "TextDataModule": "text_datamodule",
     "Checkpoint": "callbacks",
     "GradNorm": "callbacks",
     "ProgressBar": "callbacks",
