@@ -5,7 +5,6 @@ the work.
 """
 
 import glob
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,10 +14,10 @@ from lightning_3d.data.files import JsonLines, TextFile
 from lightning_3d.data.order import sample_ids
 from lightning_3d.data.records import Piece, Source
 from lightning_3d.data.tables import ParquetFile, SavedDataset, StreamedDataset
+from lightning_3d.data.tokenizer import HUB_NAME
 from lightning_3d.errors import ConfigError
 
 SHUFFLED_PIECES = 16  # pieces of a shard when documents are shuffled: each shard is a mixture of about so many places
-HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".gz", ".zst")  # no name on the hub ends like this
 
 

@@ -6,6 +6,7 @@ predicts); `prepare` appends the end-of-document token itself, as datatrove does
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from jaxtyping import Int64
 from tokenizers import Tokenizer
 
 from lightning_3d.errors import ConfigError
+
+HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 @dataclass(frozen=True)
@@ -43,15 +46,15 @@ class TextTokenizer:
 
 
 def load_tokenizer(path: str, eos_token: str | None = None) -> TextTokenizer:
-    """Load a tokenizer.json, a folder that holds one, or a folder of a `transformers` tokenizer.
+    """Load a tokenizer.json, a folder that holds one, a folder of a `transformers` tokenizer, or one by its name on the hub.
 
     Raises:
         ConfigError: nothing there can be read as a fast tokenizer, or it does not know `eos_token`.
     """
     place = Path(path)
     file = place / "tokenizer.json" if place.is_dir() else place
-    if not place.exists():
-        raise ConfigError(f"tokenizer: {path} does not exist: name a tokenizer.json, or a folder with a tokenizer")
+    if not path or (not place.exists() and (path.endswith(".json") or not HUB_NAME.fullmatch(path))):
+        raise ConfigError(f"tokenizer: {path} does not exist: name a tokenizer.json, a folder with a tokenizer, or one on the hub")
     backend, known_eos = _from_file(file) if file.is_file() else _from_transformers(path)
     backend.no_truncation()
     backend.no_padding()
@@ -69,17 +72,24 @@ def _from_file(file: Path) -> tuple[Tokenizer, str | None]:
     except Exception as error:  # the library raises bare Exception
         raise ConfigError(f"tokenizer: {file} is not a tokenizer of the `tokenizers` library: {error}") from None
     config = file.with_name("tokenizer_config.json")
-    eos_token = json.loads(config.read_text(encoding="utf-8")).get("eos_token") if config.is_file() else None
+    try:
+        eos_token = json.loads(config.read_text(encoding="utf-8")).get("eos_token") if config.is_file() else None
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"tokenizer: {config} is not a JSON object: {error}") from None
     return backend, eos_token["content"] if isinstance(eos_token, dict) else eos_token
 
 
-def _from_transformers(path: str) -> tuple[Tokenizer, str | None]:
-    """Return the fast tokenizer inside a `transformers` one, and its end-of-document token."""
+def _from_transformers(path: str, local: bool = True) -> tuple[Tokenizer, str | None]:
+    """Return the fast tokenizer inside a `transformers` one, and its end-of-document token; the hub is asked for what is not cached."""
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=local)
         return tokenizer.backend_tokenizer, tokenizer.eos_token
     except (OSError, ValueError, AttributeError, ImportError) as error:
         reason = str(error).strip().split("\n")[0]
-        raise ConfigError(f"tokenizer: {path} holds neither a tokenizer.json nor a fast `transformers` tokenizer: {reason}") from None
+    if Path(path).exists():
+        raise ConfigError(f"tokenizer: {path} holds neither a tokenizer.json nor a fast `transformers` tokenizer: {reason}")
+    if local:
+        return _from_transformers(path, local=False)
+    raise ConfigError(f"tokenizer: {path} is no file or folder, and no fast tokenizer that can be had from the hub: {reason}")
