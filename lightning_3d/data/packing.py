@@ -23,6 +23,7 @@ from lightning_3d.data.tokenizer import TextTokenizer
 from lightning_3d.errors import ConfigError
 
 Tokens = Int64[np.ndarray, "T"]
+Window = Int64[np.ndarray, "window"]
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ class Place:
 class Row:
     """A window, the place of each token in its document (from the window's beginning on), and where the next row begins."""
 
-    tokens: Tokens
-    positions: Tokens
+    tokens: Window
+    positions: Window
     after: Place
 
 
@@ -85,7 +86,7 @@ class Packer:
                 held.popleft()
             yield Row(tokens, positions, replace(held[0][1], tokens=offset) if held else place)
 
-    def _fill(self, documents: list[Tokens], offset: int) -> tuple[Tokens, Tokens]:
+    def _fill(self, documents: list[np.ndarray], offset: int) -> tuple[Window, Window]:
         """Return a window from `offset` in the first document on, and its positions."""
         tokens = np.full(self.sequence_length + 1, IGNORE, np.int64)
         positions = np.zeros_like(tokens)

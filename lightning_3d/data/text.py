@@ -7,9 +7,10 @@ coord: only its texts tell how long it is; what belongs to others is dropped bef
 
 import glob
 from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -23,17 +24,6 @@ COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 Chunk = tuple[list[Any], int, Any]  # texts of one coord, documents of the epoch read so far, state of the source behind them
 
 
-class Source(Protocol):
-    """Documents, an epoch at a time."""
-
-    def chunks(self, epoch: int, document: int, state: Any, rank: int, replicas: int) -> Iterator[Chunk]:
-        """Yield the epoch's documents of one coord behind the first `document` of all coords, which `state` belongs to."""
-
-    @property
-    def fingerprint(self) -> dict[str, Any]:
-        """What tells this source from another."""
-
-
 class MapStyle:
     """A dataset with a length; in order where seed is None."""
 
@@ -42,7 +32,7 @@ class MapStyle:
         self.fingerprint = {"documents": len(dataset), "column": column, "ends": [str(dataset[at][column])[:40] for at in (0, -1)]}
 
     def chunks(self, epoch: int, document: int, state: Any, rank: int, replicas: int) -> Iterator[Chunk]:
-        """Yield documents by their numbers; the state is None."""
+        """Yield the epoch's documents of one coord behind the first `document` of all coords; the state is always None."""
         total = len(self.dataset)
         while document < total:
             stop = min(total, document + CHUNK * replicas)
@@ -66,16 +56,38 @@ class Streamed:
         self.replays = _has_buffer(getattr(dataset, "_ex_iterable", None))
 
     def chunks(self, epoch: int, document: int, state: Any, rank: int, replicas: int) -> Iterator[Chunk]:
-        """Yield documents as they come; the state is the library's."""
+        """Yield the epoch's documents of one coord behind the first `document` of all coords; `state` is the library's at that place."""
         skip = document if state is None else 0
         document -= skip
         self.dataset.set_epoch(epoch)
         self.dataset.load_state_dict(state)
-        for batch in self.dataset.iter(batch_size=CHUNK):
+        batches = self.dataset.iter(batch_size=CHUNK)
+        while (batch := _next(batches, f"the dataset, behind document {document},")) is not None:
             texts = batch[self.column]
             begin, document = document, document + len(texts)
             if document > skip:  # chunks are the same each time, so that one is skipped whole or not at all
                 yield texts[(rank - begin) % replicas :: replicas], document, None if self.replays else self.dataset.state_dict()
+
+
+Source = MapStyle | Streamed
+
+
+@contextmanager
+def _reading(what: str) -> Iterator[None]:
+    """Turn what libraries have against a file, of a dozen kinds of error, into one line."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        cause = error.__cause__ if type(error).__name__ == "DatasetGenerationError" and error.__cause__ else error
+        raise ConfigError(f"{what} cannot be read: {' '.join(str(cause).split())[:300]}") from error
+
+
+def _next(iterator: Iterator[Any], what: str) -> Any:
+    """Return the next of an iterator that reads, or None."""
+    with _reading(what):
+        return next(iterator, None)
 
 
 def _has_buffer(iterable: Any) -> bool:
@@ -114,7 +126,7 @@ def _load(dataset: Any, config: str | None, split: str, streaming: bool) -> Any:
     import datasets
 
     args: dict[str, Any] = {"split": split, "streaming": streaming}
-    try:
+    with _reading(", ".join(map(str, names))):
         if files := _files(names):
             args |= {"data_files": [str(path) for path in files], "split": "train"}
             builder = BUILDERS[_suffix(files[0])]
@@ -122,11 +134,6 @@ def _load(dataset: Any, config: str | None, split: str, streaming: bool) -> Any:
         if (Path(names[0]) / "state.json").is_file() or (Path(names[0]) / "dataset_dict.json").is_file():
             return datasets.load_from_disk(names[0])
         return datasets.load_dataset(names[0], config, **args)
-    except ConfigError:
-        raise
-    except Exception as error:  # of a dozen kinds, from as many libraries
-        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__ else error
-        raise ConfigError(f"{', '.join(map(str, names))} cannot be read as a dataset: {' '.join(str(cause).split())[:300]}") from error
 
 
 def _suffix(path: Path) -> str:
@@ -156,7 +163,7 @@ def _files(names: list[str]) -> list[Path]:
 
 def _check_column(dataset: Any, column: str) -> None:
     """Look at the first document: is there one, and is it text?"""
-    first = next(iter(dataset), None) if not hasattr(dataset, "__len__") or len(dataset) else None
+    first = _next(iter(dataset), "the dataset")
     if first is None:
         raise ConfigError("the dataset is empty: give one with documents")
     if column not in first:
