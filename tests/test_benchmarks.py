@@ -67,3 +67,10 @@ def test_the_ratio_counts_all_ranks_and_all_tokens(monkeypatch: pytest.MonkeyPat
 def test_startup(tmp_path: Path) -> None:
     commands = run("startup.py", tmp_path / "startup.json", "--repeats", "1")["commands"]
     assert commands["--help"]["cpu_ratio"]["median"] < 1.3
+
+
+@pytest.mark.timeout(260)
+def test_prepare(tmp_path: Path) -> None:
+    results = run("prepare.py", tmp_path / "prepare.json", "--nbytes=200000", "--repeats=2", f"--corpus={tmp_path / 'corpus'}")
+    assert results["tokens"] > 20_000
+    assert 0 < results["ratio"]["low"] <= results["ratio"]["median"] <= results["ratio"]["high"]
