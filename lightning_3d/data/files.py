@@ -75,15 +75,16 @@ class JsonLines:
         number, since, taken = 0, 0, 0
         try:
             with opened(self.path) as (raw, file):
-                since = place = _begin_line(file, piece.begin)
+                since = place = taken = _begin_line(file, piece.begin)
                 end = sys.maxsize if self.compressed else piece.end
                 while place < end and (line := file.readline()):
                     number += 1
                     place += len(line)
-                    nbytes, taken = (raw.tell() - taken, raw.tell()) if self.compressed else (len(line), place)
-                    if line.strip():
-                        found = _text_in(line if place > len(line) else line.removeprefix(BOM), text_field)
-                        yield found if isinstance(found, str) else Bad(found[0], self.path, "line", number, found[1], since), nbytes
+                    if not line.strip():
+                        continue
+                    found = _text_in(line if place > len(line) else line.removeprefix(BOM), text_field)
+                    before, taken = taken, raw.tell() if self.compressed else place
+                    yield found if isinstance(found, str) else Bad(found[0], self.path, "line", number, found[1], since), taken - before
         except BREAKS as error:
             yield Bad("broken_file", self.path, "line", number + 1, reason_for(error, self.path), since), 0
 

@@ -9,12 +9,13 @@ shard, as far as their format allows, and dealt to the shards at random; then th
 is a fair mixture of sixteen places of the whole. Neighbours in a file that cannot be cut (.gz, .zst, a stream) stay in one shard.
 """
 
+import errno
 import hashlib
 import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,7 @@ def prepare(
     shards = cut_into_shards(sources, shard_nbytes, job.seed)
     width = max(5, len(str(len(shards) - 1)))
     tasks = [job.task(f"{number:0{width}d}", pieces, stamps) for number, pieces in enumerate(shards)]
-    with target.reserved():
+    with _writing(root), target.reserved():
         total = job.run(tasks, num_workers or os.cpu_count() or 1, progress)
         return _finish(target, total, made_from, loaded)
 
@@ -170,7 +171,7 @@ class Job:
             ConfigError: there is no room for it; in strict work, a bad record.
         """
         tally = Tally()
-        try:
+        with _writing(self.output.folders["train"]):
             with ExitStack() as stack:
                 writers: dict[str, ShardWriter] = {}
                 for items in _batched(item for piece in task.pieces for item in piece.read(self.text_field)):
@@ -183,9 +184,6 @@ class Job:
                     yield tally.counts - before
             del tally.counts["progress"]
             self.output.write_note(task.number, task.digest, tally)
-        except OSError as error:  # not of the inputs: what reads them says so itself
-            text = f"output: {error.filename or self.output.folders['train']}: {error.strerror}"
-            raise ConfigError(f"{text}: make room, and the same command goes on with the shards that are not finished") from None
         yield Counter(progress=task.nbytes - min(tally.counts["nbytes"], task.nbytes))
 
     def _sort(self, items: list[Item], tally: Tally) -> dict[str, list[str]]:
@@ -246,6 +244,18 @@ def _batched(items: Iterable[Item]) -> Iterator[list[Item]]:
             batch, size = [], 0
     if batch:
         yield batch
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Errors of the operating system are those of the output: what reads inputs has its own words for them."""
+    try:
+        yield
+    except OSError as error:
+        text = f"output: {error.filename or folder}: {error.strerror}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise ConfigError(f"{text}: make room, and the same command goes on with the shards that are not finished") from None
+        raise ConfigError(f"{text}: choose a folder that can be written") from None
 
 
 def _check(*, validation_fraction: float, shard_nbytes: int, num_workers: int | None) -> None:

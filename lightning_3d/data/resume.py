@@ -167,7 +167,9 @@ def _differing(summary: dict[str, Any], made_from: dict[str, Any]) -> list[str]:
 
 
 def _refuse_foreign(folder: Path, summary: dict[str, Any] | None, made_from: dict[str, Any], overwrite: bool) -> None:
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"output: {folder} is not a folder: choose another")
+    if not folder.exists() or not any(folder.iterdir()):
         return
     if summary is None:
         raise ConfigError(f"output: {folder} holds files that `prepare` did not write: choose another folder")

@@ -13,7 +13,7 @@ import numpy as np
 from lightning_3d.data.files import JsonLines, TextFile
 from lightning_3d.data.order import sample_ids
 from lightning_3d.data.records import Piece, Source
-from lightning_3d.data.tables import ParquetFile, SavedDataset, StreamedDataset
+from lightning_3d.data.tables import ParquetFile, SavedDataset, StreamedDataset, forget_opened
 from lightning_3d.data.tokenizer import HUB_NAME
 from lightning_3d.errors import ConfigError
 
@@ -29,6 +29,7 @@ def find_sources(inputs: list[str], split: str = "train", config: str | None = N
     """
     if not inputs:
         raise ConfigError("inputs: none given: name text, .jsonl or .parquet files, data sets or patterns of them")
+    forget_opened()
     sources: dict[Source, None] = {}
     for name in inputs:
         found = [source for path in sorted(glob.glob(name, recursive=True)) or [name] if (source := _source_at(path, split))]

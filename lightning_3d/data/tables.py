@@ -53,14 +53,15 @@ class ParquetFile:
             if text_field not in file.schema_arrow.names:
                 yield _no_column(self.path, sum(sizes[: piece.begin]) + 1, text_field, rows), piece.nbytes
                 return
+            first = sum(sizes[: piece.begin])
             for group in range(piece.begin, piece.end):
-                row = sum(sizes[:group]) + 1
+                row = sum(sizes[:group])
                 try:
                     for batch in file.iter_batches(BATCH_ROWS, row_groups=[group], columns=[text_field]):
-                        yield from _texts(batch.column(0), self.path, row, piece.nbytes // rows)
+                        yield from _texts(batch.column(0), self.path, row + 1, _share(piece.nbytes, row - first, batch.num_rows, rows))
                         row += batch.num_rows
                 except (ArrowException, OSError) as error:
-                    yield Bad("broken_file", self.path, "row", row, reason_for(error, self.path)), 0
+                    yield Bad("broken_file", self.path, "row", row + 1, reason_for(error, self.path)), 0
 
 
 @dataclass(frozen=True)
@@ -87,9 +88,10 @@ class SavedDataset:
             yield _no_column(self.path, piece.begin + 1, text_field, piece.end - piece.begin), piece.nbytes
             return
         data = data.select_columns([text_field]).with_format("arrow")
-        for begin in range(piece.begin, piece.end, BATCH_ROWS):
-            table = data[begin : min(begin + BATCH_ROWS, piece.end)]
-            yield from _texts(table.column(0), self.path, begin + 1, piece.nbytes // (piece.end - piece.begin))
+        rows = piece.end - piece.begin
+        for begin in range(0, rows, BATCH_ROWS):
+            column = data[piece.begin + begin : piece.begin + min(begin + BATCH_ROWS, rows)].column(0)
+            yield from _texts(column, self.path, piece.begin + begin + 1, _share(piece.nbytes, begin, len(column), rows))
 
 
 @dataclass(frozen=True)
@@ -130,14 +132,19 @@ class StreamedDataset:
             raise ConfigError(f"inputs: {name} broke off after row {row}: {text}: give the same command again to go on") from None
 
 
+def _share(nbytes: int, begin: int, count: int, rows: int) -> int:
+    """Return the bytes of `count` of the rows, so that those of all of them are `nbytes`."""
+    return nbytes * (begin + count) // rows - nbytes * begin // rows
+
+
 def _texts(column: Any, path: str, first_row: int, nbytes: int) -> Iterator[Item]:
-    """Yield the texts of a column of a batch."""
+    """Yield the texts of a column of a batch; its bytes are counted with the first."""
     try:
         values = column.to_pylist()
     except UnicodeDecodeError:  # arrow checks no strings when it reads them
         values = [_decoded(value) for value in column]
     for row, value in enumerate(values, first_row):
-        yield _checked(value, path, row, "the column"), nbytes
+        yield _checked(value, path, row, "the column"), nbytes if row == first_row else 0
 
 
 def _decoded(value: Any) -> str | bytes | None:
@@ -160,7 +167,7 @@ def _no_column(path: str, row: int, text_field: str, rows: int) -> Bad:
     return Bad("no_text", path, "row", row, f'no column "{text_field}"', count=rows)
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=64)
 def _saved(source: SavedDataset) -> Any:
     """Open it once a process.
 
@@ -180,7 +187,7 @@ def _saved(source: SavedDataset) -> Any:
     return data
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=64)
 def _builder(source: StreamedDataset) -> Any:
     """Resolve the name once a process.
 
@@ -196,7 +203,7 @@ def _builder(source: StreamedDataset) -> Any:
         raise ConfigError(text) from None
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=64)
 def _streamed(source: StreamedDataset) -> Any:
     """Open the stream once a process.
 
@@ -207,6 +214,12 @@ def _streamed(source: StreamedDataset) -> Any:
         return _builder(source).as_streaming_dataset(split=source.split)
     except ValueError as error:
         raise ConfigError(f"split: {source.path} has no {source.split!r}: {_first_line(error)}") from None
+
+
+def forget_opened() -> None:
+    """Look at data sets anew: they may have changed since the last call."""
+    for function in (_saved, _builder, _streamed):
+        function.cache_clear()
 
 
 def _first_line(error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,22 @@ def test_stopped_in_the_middle_nothing_looks_whole(words: str, tmp_path: Path, n
     jsonl(path, *["a b c"] * 20)
     assert prepare([str(path)], words, str(tmp_path / "out"), **settings)["train"]["tokens"] == 80
     assert not (tmp_path / "out.partial").exists()
+
+
+def test_output_that_cannot_be_written(words: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for output in (tmp_path / "file/out", Path("/proc/out")):
+        with pytest.raises(
+            ConfigError, match=r"output: .*(Not a directory|No such file or directory): choose a folder that can be written"
+        ):
+            prepare(texts(tmp_path / "in", "a"), words, str(output), eos_token="end", progress=False)
+    with pytest.raises(ConfigError, match=r"output: .*file is not a folder: choose another"):
+        prepare(texts(tmp_path / "in", "a"), words, str(tmp_path / "file"), eos_token="end", progress=False)
+
+
+def test_progress(words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    prepare(texts(tmp_path / "in", "a b c", "c b a"), words, str(tmp_path / "out"), eos_token="end")
+    assert re.search(r"^tokenising .* 100% [\d,]+ documents/s [\d,]+ tokens/s 0:00:\d\d 0:00:00", capfd.readouterr().err)
 
 
 def test_patterns(words: str, tmp_path: Path) -> None:
