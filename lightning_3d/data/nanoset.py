@@ -9,28 +9,28 @@ read, and a copy sent to a worker process maps them anew.
 import hashlib
 import json
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int64
 
-from lightning_3d.data.documents import positions_of_runs
+from lightning_3d.data.documents import HeldStarts, Starts, positions_from_starts, search_starts
 from lightning_3d.data.shards import Shard
 from lightning_3d.errors import ConfigError
 
 IGNORE = -100  # what torch's cross entropy skips
-_ZERO = np.zeros(1, np.uint64)
+HELD = 1 << 20  # numbers (8 MB) that may be held in memory to find documents in a third of the time
 SUMMARY = "nanoset.json"  # what `prepare` says about a folder, kept in it
 
 
 class _Pieces(NamedTuple):
-    """Parts of files that make up windows, one after the other: numbers of files, and tokens within them."""
+    """Parts of files that make up windows, one after the other."""
 
-    numbers: Int64[np.ndarray, "n"]
-    begins: Int64[np.ndarray, "n"]
-    ends: Int64[np.ndarray, "n"]
+    rows: Int64[np.ndarray, "n"]  # the windows
+    numbers: Int64[np.ndarray, "n"]  # the files
+    origins: Int64[np.ndarray, "n"]  # where these begin
+    spans: Int64[np.ndarray, "2 n"]  # from token to token within them
 
 
 class _Maps(dict[int, np.ndarray]):
@@ -40,7 +40,7 @@ class _Maps(dict[int, np.ndarray]):
         self._shards, self._read = shards, read
 
     def __missing__(self, number: int) -> np.ndarray:
-        self[number] = self._read(self._shards[number])
+        self[number] = self._read(self._shards[number]) if number < len(self._shards) else np.empty(0, np.uint16)
         return self[number]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -74,20 +74,33 @@ class Nanoset:
                 f"but {folder} holds {self.num_tokens} in all: shorten it or give more data"
             )
         self._begins = np.cumsum([0, *2 * [shard.num_tokens for shard in self.shards]])  # twice: see _pieces
+        self._ends_of_files = self._begins[1 : len(self.shards) + 1]
         self._tokens = _Maps(self.shards, Shard.tokens)
-        self._ends = _Maps(self.shards, Shard.document_ends)
+        self._indexes = _Maps(self.shards, Shard.document_ends)
+        self._starts: HeldStarts | None = None
+        self._places = np.arange(0)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_starts": None, "_places": np.arange(0)}  # made anew where they are needed
 
     def __len__(self) -> int:
         return -(-(self.num_tokens - 1) // self.sequence_length)
 
     def windows(self, ids: Int64[np.ndarray, "n"]) -> Int64[np.ndarray, "n window"]:
         """Return the windows of these samples; past the end of the data, so for ids >= len too, tokens are IGNORE."""
-        pieces, tokens = self._pieces(ids), self._tokens
-        spans = zip(pieces.numbers.tolist(), pieces.begins.tolist(), pieces.ends.tolist(), strict=True)
-        out = np.concatenate([tokens[number][begin:end] for number, begin, end in spans]).astype(np.int64)
-        out = out.reshape(len(ids), self.sequence_length + 1)
-        for row in np.flatnonzero(ids >= (self.num_tokens - 1) // self.sequence_length).tolist():
-            out[row, max(0, self.num_tokens - int(ids[row]) * self.sequence_length) :] = IGNORE
+        begins, window, tokens = ids * self.sequence_length, self.sequence_length + 1, self._tokens
+        numbers = self._ends_of_files.searchsorted(begins, "right")
+        offsets = begins - self._begins[numbers]
+        parts = [tokens[number][begin : begin + window] for number, begin in zip(numbers.tolist(), offsets.tolist(), strict=True)]
+        out = np.concatenate(parts)
+        if cut := out.size < len(ids) * window:  # the end of a file cuts windows short, and that of all files
+            pieces = self._pieces(ids)
+            out = np.concatenate(
+                [tokens[number][begin:end] for number, begin, end in zip(pieces.numbers.tolist(), *pieces.spans.tolist(), strict=True)]
+            )
+        out = out.astype(np.int64).reshape(-1, window)
+        if cut:
+            out[begins[:, None] + np.arange(window) >= self.num_tokens] = IGNORE
         return out
 
     def positions(self, ids: Int64[np.ndarray, "n"]) -> Int64[np.ndarray, "n window"]:
@@ -96,55 +109,37 @@ class Nanoset:
         Raises:
             ConfigError: an index does not ascend.
         """
-        pieces, ends = self._pieces(ids), self._ends
-        low, high = self._find(pieces)
-        starts = []  # of the documents that each piece touches
-        for number, first, last in zip(pieces.numbers.tolist(), low.tolist(), high.tolist(), strict=True):
-            starts += [ends[number][first - 1 : last]] if first else [_ZERO, ends[number][:last]]
-        lengths = pieces.ends - pieces.begins
-        offsets = lengths.cumsum() - lengths  # of the pieces in the rows, one row after the other
-        try:
-            counts = high - low + 1
-            origins = np.concatenate(starts).astype(np.int64) + (offsets - pieces.begins).repeat(counts)
-            positions = positions_of_runs(np.maximum(origins, offsets.repeat(counts)), origins, len(ids) * (self.sequence_length + 1))
-        except ValueError:
-            raise self._disorder(pieces, low, high) from None
-        return positions.reshape(len(ids), -1)
+        size = len(ids) * (self.sequence_length + 1)
+        if len(self._places) < size:
+            self._places = np.arange(size)
+        ids = np.minimum(ids, len(self))
+        starts = self._held_starts()(ids) if self.num_documents + 2 * len(self) <= HELD else self._search_starts(ids)
+        return positions_from_starts(starts, ids * self.sequence_length, self.sequence_length + 1, self._places)
 
-    def _pieces(self, ids: Int64[np.ndarray, "n"]) -> "_Pieces":
+    def _held_starts(self) -> HeldStarts:
+        if self._starts is None:
+            indexes = {f"{shard.path}.index": shard.document_ends() for shard in self.shards}
+            begins = np.arange(len(self) + 1) * self.sequence_length
+            self._starts = HeldStarts(indexes, self._begins[: len(self.shards)], begins, self.sequence_length + 1)
+        return self._starts
+
+    def _search_starts(self, ids: Int64[np.ndarray, "n"]) -> Starts:
+        pieces = self._pieces(ids)
+        starts, counts = search_starts(self._indexes, lambda number: f"{self.shards[number].path}.index", pieces.numbers, pieces.spans)
+        return starts + pieces.origins.repeat(counts), np.bincount(pieces.rows, counts, len(ids)).astype(np.int64)
+
+    def _pieces(self, ids: Int64[np.ndarray, "n"]) -> _Pieces:
         """Cut windows where files end; past the end of the data the first file follows the last."""
         begins = np.minimum(ids * self.sequence_length, self.num_tokens)
         ends = begins + (self.sequence_length + 1)
         numbers = self._begins.searchsorted(begins, "right") - 1
-        if (ends > self._begins[numbers + 1]).any():
-            counts = self._begins.searchsorted(ends, "left") - numbers
-            numbers = np.arange(counts.sum()) + (numbers + counts - counts.cumsum()).repeat(counts)
-            begins = np.maximum(begins.repeat(counts), self._begins[numbers])
-            ends = np.minimum(ends.repeat(counts), self._begins[numbers + 1])
-            some = begins < ends  # a file may be empty
-            numbers, begins, ends = numbers[some], begins[some], ends[some]
+        counts = self._begins.searchsorted(ends) - numbers
+        rows = np.arange(len(ids)).repeat(counts)
+        numbers = np.arange(len(rows)) + (numbers + counts - counts.cumsum())[rows]
         origins = self._begins[numbers]
-        return _Pieces(numbers % len(self.shards), begins - origins, ends - origins)
-
-    def _find(self, pieces: "_Pieces") -> Int64[np.ndarray, "2 n"]:
-        """Return for each piece how many documents end up to its first token, and how many before its last is over."""
-        order = pieces.numbers.argsort(kind="stable")
-        keys = np.stack([pieces.begins + 1, pieces.ends])[:, order].astype(np.uint64)  # as the index: numpy would copy all of it
-        numbers = pieces.numbers[order]
-        cuts = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), len(order)]
-        found = np.empty(keys.shape, np.int64)
-        for begin, end in pairwise(cuts):
-            found[:, order[begin:end]] = self._ends[int(numbers[begin])].searchsorted(keys[:, begin:end])
-        return found
-
-    def _disorder(self, pieces: "_Pieces", low: Int64[np.ndarray, "n"], high: Int64[np.ndarray, "n"]) -> ConfigError:
-        """Say in which index documents end before they begin."""
-        spans = zip(
-            pieces.numbers.tolist(), pieces.begins.tolist(), np.minimum(low, high).tolist(), np.maximum(low, high).tolist(), strict=True
-        )
-        unordered = ((number, begin) for number, begin, low, high in spans if _descends(self._ends[number][max(0, low - 1) : high + 1]))
-        number, begin = next(unordered)
-        return ConfigError(f"{self.shards[number].path}.index does not ascend near token {begin}: prepare or copy it again")
+        spans = np.stack([np.maximum(begins[rows], origins), np.minimum(ends[rows], self._begins[numbers + 1])]) - origins
+        some = spans[0] < spans[1]  # a file may be empty
+        return _Pieces(rows[some], (numbers % len(self.shards))[some], origins[some], spans[:, some])
 
     @property
     def num_documents(self) -> int:
@@ -169,10 +164,6 @@ class Nanoset:
             view = self._tokens[number]
             digest.update(b"".join([str(shard.num_tokens).encode(), view[:1024].tobytes(), view[-1024:].tobytes()]))
         return {"files": len(self.shards), "documents": self.num_documents, "tokens": self.num_tokens, "digest": digest.hexdigest()}
-
-
-def _descends(ends: np.ndarray) -> bool:
-    return bool((ends[1:] < ends[:-1]).any())
 
 
 def _shard_paths(folder: Path) -> list[Path]:

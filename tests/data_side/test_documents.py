@@ -37,11 +37,14 @@ def test_positions_are_those_of_a_loop(
     assume(len(expected) > sequence_length)
     nanoset = Nanoset(write(tmp_path_factory.mktemp("set"), lengths, token_nbytes), sequence_length)
     ids = [random.randrange(len(nanoset) + 2) for _ in range(20)]
-    positions = nanoset.positions(np.array(ids))
-    assert positions.shape == (20, sequence_length + 1)
-    for row, sample in zip(positions.tolist(), ids, strict=True):
-        known = expected[sample * sequence_length : (sample + 1) * sequence_length + 1]
-        assert row[: len(known)] == known
+    for held in (1 << 20, 0):  # starts of documents in memory, or searched for in the files
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("lightning_3d.data.nanoset.HELD", held)
+            positions = nanoset.positions(np.array(ids))
+        assert positions.shape == (20, sequence_length + 1)
+        for row, sample in zip(positions.tolist(), ids, strict=True):
+            known = expected[sample * sequence_length : (sample + 1) * sequence_length + 1]
+            assert row[: len(known)] == known
 
 
 @given(st.lists(st.lists(st.integers(0, 6), min_size=5, max_size=5), min_size=1, max_size=6))
@@ -67,11 +70,13 @@ def test_index_and_eos_agree(tmp_path_factory: pytest.TempPathFactory, lengths: 
     assert (by_index - by_eos == np.where(first, by_index[:, :1], 0)).all()
 
 
+@pytest.mark.parametrize("held", [1 << 20, 0])
 @pytest.mark.parametrize("ends", [[5, 3, 9, 12], [5, 20, 9, 12], [9, 5, 9, 12]])
-def test_an_index_that_does_not_ascend(tmp_path: Path, ends: list[int]) -> None:
+def test_an_index_that_does_not_ascend(tmp_path: Path, ends: list[int], held: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_3d.data.nanoset.HELD", held)
     folder = write(tmp_path, [[4], [5, 1, 3, 3]])
     index = folder / "00001_unshuffled.ds.index"
     np.array(ends, "<u8").tofile(index)
     nanoset = Nanoset(folder, 15)
-    with pytest.raises(ConfigError, match=f"^{re.escape(str(index))} does not ascend near token .*: prepare or copy it again$"):
+    with pytest.raises(ConfigError, match=f"^{re.escape(str(index))} does not ascend near token .*; prepare or copy it again$"):
         nanoset.positions(np.array([0]))
