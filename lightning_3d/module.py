@@ -19,6 +19,7 @@ from lightning_3d.errors import ConfigError
 from lightning_3d.mesh import ParallelDims
 from lightning_3d.model.attention import check_attention
 from lightning_3d.model.config import LlamaConfig
+from lightning_3d.model.hf import HFWeights, read_hf_config
 from lightning_3d.model.llama import LlamaStage
 from lightning_3d.model.loss import IGNORE_INDEX, token_losses, z_losses
 from lightning_3d.optim.adamw import AdamW
@@ -28,7 +29,7 @@ from lightning_3d.parallel.pipeline import split_layers
 from lightning_3d.parallel.plan import LLAMA_PLAN, Row, check_plan
 from lightning_3d.parallel.stages import Stages
 from lightning_3d.parallel.tensor import TensorParallel
-from lightning_3d.seeding import materialise
+from lightning_3d.seeding import fill, materialise
 
 
 class PipelineMixin:
@@ -51,6 +52,10 @@ class PipelineMixin:
     def build_stage(self, index: int, num_stages: int) -> nn.Module:
         """The module of one stage; override."""
         raise TypeError(f"{type(self).__name__} must define build_stage(index, num_stages)")
+
+    def init_stage(self, stage: nn.Module, device: torch.device) -> None:
+        """Give a stage, or this rank's parts of it, memory and initial weights: drawn by ``init_seed``; a checkpoint is loaded later."""
+        materialise(stage, self.init_seed, device)
 
     def pipeline_loss(self, output: Any, microbatch: Any) -> Tensor | tuple[Tensor, Mapping[str, Tensor]]:
         """The mean loss of a microbatch, from the last stage's output; override."""
@@ -129,7 +134,7 @@ class PipelineMixin:
     def _build_whole(self) -> nn.Module:
         with torch.device("meta"):
             stage = self.build_stage(0, 1)
-        materialise(stage, self.init_seed, torch.device("cpu"))
+        self.init_stage(stage, torch.device("cpu"))
         return stage
 
     def _forward_whole(self, batch: Any) -> Any:
@@ -144,28 +149,39 @@ class LlamaModule(PipelineMixin, pl.LightningModule):
     Logs ``lm_loss`` (and ``z_loss``), ``val_lm_loss``, ``test_lm_loss``: means over the unmasked tokens of the global batch.
 
     Args:
-        llama: shape of the model.
+        llama: shape of the model; null takes it from ``init_from``.
         optim: optimizer and learning rate.
         z_loss_coefficient: weight of the log-sum-exp squared in the loss; 0 leaves it out.
         stage_layers: layers of each pipeline stage; null balances them by cost.
         init_seed: every layout starts from the same weights for one seed.
+        init_from: folder of a Hugging Face Llama to start from; each rank reads its own parts. A checkpoint that is resumed has its own.
+
+    Raises:
+        ConfigError: neither ``llama`` nor ``init_from`` is given, or the folder's model is none that this Llama can be.
     """
 
     tensor_parallel_plan = LLAMA_PLAN
 
     def __init__(
         self,
-        llama: LlamaConfig,
+        llama: LlamaConfig | None = None,
         optim: AdamW | None = None,
         z_loss_coefficient: float = 0.0,
         stage_layers: list[int] | None = None,
         init_seed: int = 42,
+        init_from: str | None = None,
     ) -> None:
         super().__init__()
+        if llama is None and init_from is None:
+            raise ConfigError(
+                "model.llama: null: give the shape of the model, or model.init_from: a folder to take it and the weights from"
+            )
+        self.init_from = init_from
+        llama = llama or read_hf_config(str(init_from))
         self.llama, self.optim, self.z_loss_coefficient = llama, optim or AdamW(), z_loss_coefficient
         self.stage_layers, self.init_seed = stage_layers, init_seed
         settings = {"llama": asdict(llama), "optim": asdict(self.optim), "z_loss_coefficient": z_loss_coefficient}
-        self.save_hyperparameters(settings | {"init_seed": init_seed})
+        self.save_hyperparameters(settings | {"init_seed": init_seed, "init_from": init_from})
 
     def stage_split(self, num_stages: int) -> list[range]:
         """The layers of each stage.
@@ -188,11 +204,12 @@ class LlamaModule(PipelineMixin, pl.LightningModule):
         return [range(start, end) for start, end in pairwise(ends)]
 
     def check_layout(self, dims: ParallelDims, num_stages: int) -> None:
-        """Heads against tp, layers against stages, attention against the machine."""
+        """Heads against tp, layers against stages, attention against the machine, the shape against that of ``init_from``."""
         sizes = {"num_attention_heads": self.llama.num_attention_heads, "num_key_value_heads": self.llama.kv_heads}
         check_plan(self.tensor_parallel_plan, sizes, dims.tp)
         check_attention(self.llama)
         self.stage_split(num_stages)
+        self._weights_to_start_from()
 
     def check_data(self, datamodule: Any) -> None:
         """Whether the data's token ids are in the vocabulary."""
@@ -207,6 +224,21 @@ class LlamaModule(PipelineMixin, pl.LightningModule):
     def build_stage(self, index: int, num_stages: int) -> LlamaStage:
         layers = self.stage_split(num_stages)[index]
         return LlamaStage(self.llama, layers, first=index == 0, last=index == num_stages - 1)
+
+    @override
+    def init_stage(self, stage: nn.Module, device: torch.device) -> None:
+        weights = self._weights_to_start_from()
+        if weights is None:
+            super().init_stage(stage, device)
+        else:
+            fill(stage, device, weights.read)
+
+    def _weights_to_start_from(self) -> HFWeights | None:
+        if self.init_from is None:
+            return None
+        weights = HFWeights(self.init_from)
+        weights.check_agrees(self.llama, "model.init_from", "model.llama")
+        return weights
 
     @override
     def stage_kwargs(self, microbatch: Any) -> dict[str, Any]:

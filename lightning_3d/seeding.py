@@ -7,6 +7,7 @@ module), and each rank keeps its slice. The cost is one module's full parameters
 
 import copy
 import hashlib
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.placement import local_chunk
+
+Region = tuple[slice, ...]  # of a tensor, one for each dim
 
 
 def seed_of(seed: int, name: str) -> int:
@@ -38,6 +41,18 @@ def materialise(root: nn.Module, seed: int, device: torch.device) -> None:
     for name, module in owners.items():
         for key, value in _draw(module, seed_of(seed, name)).items():
             _copy_slice(value, _owned(module)[key])
+
+
+@torch.no_grad()
+def fill(root: nn.Module, device: torch.device, read: Callable[[str, Region], Tensor]) -> None:
+    """Give the meta parameters of ``root`` memory on ``device`` and what ``read`` finds there; a rank asks for its own regions only."""
+    _to_empty(root, device)
+    for name, parameter in root.named_parameters():
+        whole = (0,) * parameter.dim(), tuple(parameter.shape)
+        offsets, sizes = local_chunk(parameter) if isinstance(parameter, DTensor) else whole
+        if all(sizes):
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            local.copy_(read(name, tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))))
 
 
 def _to_empty(root: nn.Module, device: torch.device) -> None:

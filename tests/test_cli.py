@@ -183,7 +183,7 @@ def change(content: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
         ("trainer.strategy", {"tpp": 2}, ["trainer.strategy", "tpp"]),
         ("trainer.callbacks", [{"class_path": "GradNrm"}], ["trainer.callbacks", "GradNrm", "full path"]),
         ("trainer.callbacks", [{"class_path": "Throughput", "init_args": {"attn": "full"}}], ["trainer.callbacks", "attn"]),
-        ("model.llama.hidden_size", "wide", ["llama.hidden_size", "int", "wide"]),
+        ("model.llama.hidden_size", "wide", ["model", "llama", "hidden_size", "int", "wide"]),
         ("model.llama.num_key_value_heads", 3, ["num_attention_heads: 4", "num_key_value_heads: 3"]),
         ("model.optim.lr_decay_style", "cosin", ["lr_decay_style", "cosine", "cosin"]),
         ("data.dataset_folder", "nowhere", ["data.dataset_folder", "nowhere", "prepare"]),

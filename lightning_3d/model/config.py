@@ -16,6 +16,7 @@ from typing import Any
 
 from lightning_3d.errors import ConfigError
 
+MISTRAL_DEFAULTS = {"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
 ROPE_SCALING_KEYS = {
     "default": (),
     "linear": ("factor",),
@@ -95,9 +96,13 @@ class LlamaConfig:
     def from_hf(cls, config: Mapping[str, Any], **overrides: Any) -> LlamaConfig:
         """Read a Hugging Face `config.json`: the form with rope_theta and rope_scaling, and transformers 5's rope_parameters.
 
+        Besides Llama's it takes Mistral's without a sliding window, which is a Llama by another name.
+
         Raises:
             ConfigError: it describes another model, or a feature that this Llama lacks.
         """
+        if config.get("model_type") == "mistral":
+            config = MISTRAL_DEFAULTS | dict(config)
         _refuse_hf(config)
         theta, scaling = _hf_rope(config)
         names = {field.name for field in fields(cls)} - {"rope_theta", "rope_scaling", "attn_implementation"}
@@ -187,8 +192,11 @@ def rope_type(scaling: Mapping[str, Any]) -> str:
 
 
 def _refuse_hf(config: Mapping[str, Any]) -> None:
-    if config.get("model_type", "llama") != "llama":
-        raise ConfigError(f"config.json: model_type: {config['model_type']} is not a Llama; only model_type: llama can be read.")
+    kind = config.get("model_type", "llama")
+    window = config.get("sliding_window") if kind == "mistral" else None
+    if kind not in ("llama", "mistral") or window is not None or config.get("layer_types") is not None:
+        model = f"{kind} with sliding_window: {window}" if window else kind
+        raise ConfigError(f"config.json: model_type: {model} is not a Llama; only llama, and mistral without sliding_window, can be read.")
     neutral = {"attention_dropout": (None, 0), "partial_rotary_factor": (None, 1), "quantization_config": (None,)}
     for key, values in neutral.items():
         if config.get(key) not in values:

@@ -18,19 +18,20 @@ from lightning_3d.parallel.data import DataParallel, shard_stage
 from lightning_3d.parallel.plan import Row, apply_plan, full_numel, local_numel
 from lightning_3d.parallel.tensor import TensorParallel
 from lightning_3d.parallel.tied import find_tied
-from lightning_3d.seeding import materialise
 
 
 @runtime_checkable
 class StageBuilder(Protocol):
     """What building needs of a module."""
 
-    init_seed: int
     tensor_parallel_plan: Sequence[Row]
     tensor_parallel: TensorParallel | None
 
     def build_stage(self, index: int, num_stages: int) -> nn.Module:
         """The module of one stage."""
+
+    def init_stage(self, stage: nn.Module, device: torch.device) -> None:
+        """Give the stage memory and its initial weights."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Stages:
             elif tp is not None:
                 stages.partial |= set(apply_plan(stage, builder.tensor_parallel_plan, tp))
             shard_stage(stage, mesh, layout.data_parallel)
-            materialise(stage, builder.init_seed, device)
+            builder.init_stage(stage, device)
             stages.modules[index] = stage
         stages.tied = find_tied(list(stages.parameters()), mesh)
         if stages.tied:
