@@ -144,8 +144,19 @@ class TextDataModule(LightningDataModule):
 
     @override
     def setup(self, stage: str) -> None:
+        """Begin, and see that all ranks read the same: each takes its part of an order that it makes up by itself.
+
+        Raises:
+            ConfigError: they do not.
+        """
         if self._batches_done() == 0:  # a new trainer; one that goes on with its fit keeps its place
             self._places = {0: Place()}
+        streams = self._gather(self._stream())
+        if odd := next((rank for rank, stream in enumerate(streams) if stream != streams[0]), 0):
+            raise ConfigError(
+                f"data.dataset: rank 0 has {streams[0]}, rank {odd} has {streams[odd]}: give all ranks the same files, and a seed "
+                "to `shuffle` if you call it"
+            )
 
     @override
     def train_dataloader(self) -> "TextLoader":
@@ -218,6 +229,17 @@ class TextDataModule(LightningDataModule):
         kwargs = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) if self.trainer is not None else None
         return (kwargs["rank"], kwargs["num_replicas"]) if kwargs else (0, 1)
 
+    def _gather(self, own: Any) -> list[Any]:
+        """Return what each rank has.
+
+        Communication: all_gather_object over all ranks, some hundred bytes each.
+        """
+        if self.trainer is None or self.trainer.world_size == 1:
+            return [own]
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
+        return everyone
+
     def _stream(self) -> dict[str, Any]:
         """Return what decides which tokens stand at a place."""
         tokenizer = f"{self.tokenizer.digest()} with end {self.tokenizer.eos_token_id}"
@@ -230,16 +252,9 @@ class TextDataModule(LightningDataModule):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the places of all coords; Lightning calls it on every rank.
-
-        Communication: all_gather_object over all ranks, some hundred bytes each.
-        """
+        """Return the places of all coords; Lightning calls it on every rank."""
         rank, replicas = self._replicas()
-        own = (rank, asdict(self._places[self._batches_done()]))
-        everyone: list[Any] = [own]
-        if self.trainer is not None and self.trainer.world_size > 1:
-            everyone = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, own)
+        everyone = self._gather((rank, asdict(self._places[self._batches_done()])))
         return {"replicas": replicas, "places": dict(everyone), "batches": self._batches_done(), "stream": self._stream()}
 
     @override
