@@ -74,3 +74,12 @@ def test_prepare(tmp_path: Path) -> None:
     results = run("prepare.py", tmp_path / "prepare.json", "--nbytes=200000", "--repeats=2", f"--corpus={tmp_path / 'corpus'}")
     assert results["tokens"] > 20_000
     assert 0 < results["ratio"]["low"] <= results["ratio"]["median"] <= results["ratio"]["high"]
+
+
+@pytest.mark.timeout(260)
+def test_data(tmp_path: Path) -> None:
+    reads = run("data.py", tmp_path / "data.json", "--tokens", "200000", "--repeats", "2")["reads"]
+    assert reads.keys() == {"16-bit tokens", "32-bit tokens"}
+    for rows in reads.values():
+        assert rows["bare slices"]["us"]["median"] > 0
+        assert 0 < rows["windows"]["ratio"]["low"] <= rows["windows, positions"]["ratio"]["high"]
