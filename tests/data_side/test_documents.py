@@ -1,6 +1,9 @@
 """Positions within documents: against a loop over tokens, by the index and by end-of-document tokens alike."""
 
+import os
 import re
+import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -80,3 +83,25 @@ def test_an_index_that_does_not_ascend(tmp_path: Path, ends: list[int], held: in
     nanoset = Nanoset(folder, 15)
     with pytest.raises(ConfigError, match=f"^{re.escape(str(index))} does not ascend near token .*; prepare or copy it again$"):
         nanoset.positions(np.array([0]))
+
+
+def test_an_index_of_a_billion_documents_is_not_read(tmp_path: Path) -> None:
+    """All of them empty but the last three, so that the file is sparse."""
+    documents, tokens = 10**9, 5_000_000
+    folder = write(tmp_path, [[1]])
+    path = folder / "00000_unshuffled.ds"
+    os.truncate(path, 2 * tokens)
+    os.truncate(f"{path}.index", 8 * documents - 24)
+    with open(f"{path}.index", "ab") as file:
+        np.array([2_000_000, 3_000_000, tokens], "<u8").tofile(file)
+    tracemalloc.start()
+    try:
+        start = time.perf_counter()
+        nanoset = Nanoset(folder, 1_000)
+        positions = nanoset.positions(np.array([3_000, 1_999, 2_001]))
+        assert time.perf_counter() - start < 1
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
+    assert nanoset.num_documents == documents
+    assert positions[:, [0, 1, 1_000]].tolist() == [[0, 1, 1_000], [1_999_000, 1_999_001, 0], [1_000, 1_001, 2_000]]

@@ -100,10 +100,11 @@ def test_every_token_is_a_target_once(tmp_path_factory: pytest.TempPathFactory, 
 
 def test_pickled_without_the_data() -> None:
     nanoset = Nanoset(FILES / "nanoset_datatrove", 512)
-    window = nanoset.windows(np.array([80]))
+    window, positions = nanoset.windows(np.array([80])), nanoset.positions(np.array([80]))
     data = pickle.dumps(nanoset)
     assert len(data) < 2000
     assert np.array_equal(pickle.loads(data).windows(np.array([80])), window)
+    assert np.array_equal(pickle.loads(data).positions(np.array([80])), positions)
 
 
 def test_fingerprint_goes_by_content(tmp_path: Path) -> None:
@@ -154,6 +155,10 @@ def nest(folder: Path) -> None:
         (
             lambda folder: shutil.copytree(write(folder.parent / "other", [[], [[5]]], 4), folder, dirs_exist_ok=True),
             r"set mixes tokens of 2 bytes \(00002_unshuffled\.ds\) and of 4 bytes \(00001_unshuffled\.ds\): keep them in separate folders",
+        ),
+        (
+            put(".metadata", b"other|2\n6\n6.0 T"),
+            r"set mixes tokens of other \(00000_unshuffled\.ds\) and of tok \(00002_unshuffled\.ds\): keep them in separate folders$",
         ),
         (lambda folder: write(folder, [[], [], []]), r"sequence_length 4 needs windows of 5 tokens, but .*set holds 0 in all"),
     ],
