@@ -104,9 +104,9 @@ def search_starts(
 
 
 def _search(indexes: Mapping[int, Ends], numbers: Int64[np.ndarray, "n"], spans: Int64[np.ndarray, "2 n"]) -> Int64[np.ndarray, "2 n"]:
-    """Return how many documents end up to the first token of each part, and how many before its end; one search for each file."""
+    """Return how many documents end before each part begins, and how many before it ends; one search for each file."""
     order = numbers.argsort()
-    keys = (spans[:, order] + [[1], [0]]).astype(np.uint64)  # as the index: numpy would make a copy of all of it
+    keys = spans[:, order].astype(np.uint64)  # as the index: numpy would make a copy of all of it
     numbers = numbers[order]
     cuts = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), len(order)]
     found = np.empty(keys.shape, np.int64)
