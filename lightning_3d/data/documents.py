@@ -90,17 +90,18 @@ def search_starts(
         ConfigError: an index does not ascend, here.
     """
     low, high = _search(indexes, numbers, spans)
-    parts = []
-    for number, first, last in zip(numbers.tolist(), low.tolist(), high.tolist(), strict=True):
-        parts += [indexes[number][first - 1 : last]] if first else [_ZERO, indexes[number][:last]]
-    starts, counts = np.concatenate(parts).astype(np.int64), high - low + 1
-    stops = counts.cumsum()
-    steps = np.diff(starts, append=starts[-1:])
-    steps[stops[counts > 0] - 1] = 0  # from one part to the next
-    if counts.min() < 1 or steps.min() < 0:
-        part = int(counts.argmin()) if counts.min() < 1 else int(stops.searchsorted(steps.argmin(), "right"))
-        raise _falls(name(int(numbers[part])), int(spans[0, part]))
-    return starts, counts
+    counts = high - low + 1
+    if (fallen := counts.argmin() if counts.min() < 1 else None) is None:
+        parts = []
+        for number, first, last in zip(numbers.tolist(), low.tolist(), high.tolist(), strict=True):
+            parts += [indexes[number][first - 1 : last]] if first else [_ZERO, indexes[number][:last]]
+        starts, stops = np.concatenate(parts).astype(np.int64), counts.cumsum()
+        steps = np.diff(starts, append=starts[-1:])
+        steps[stops - 1] = 0  # from one part to the next
+        if steps.min() >= 0:
+            return starts, counts
+        fallen = stops.searchsorted(steps.argmin(), "right")
+    raise _falls(name(int(numbers[fallen])), int(spans[0, fallen]))
 
 
 def _search(indexes: Mapping[int, Ends], numbers: Int64[np.ndarray, "n"], spans: Int64[np.ndarray, "2 n"]) -> Int64[np.ndarray, "2 n"]:

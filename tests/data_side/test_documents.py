@@ -1,5 +1,6 @@
 """Positions within documents: against a loop over tokens, by the index and by end-of-document tokens alike."""
 
+import contextlib
 import os
 import re
 import time
@@ -83,6 +84,22 @@ def test_an_index_that_does_not_ascend(tmp_path: Path, ends: list[int], held: in
     nanoset = Nanoset(folder, 15)
     with pytest.raises(ConfigError, match=f"^{re.escape(str(index))} does not ascend near token .*; prepare or copy it again$"):
         nanoset.positions(np.array([0]))
+
+
+@given(st.lists(st.integers(0, 40), min_size=2, max_size=12), st.integers(1, 9))
+def test_a_damaged_index_is_refused_or_at_least_read(
+    tmp_path_factory: pytest.TempPathFactory, ends: list[int], sequence_length: int
+) -> None:
+    """A search cannot see all of an index: what it does not find out gives wrong positions, and never another error."""
+    assume(ends != sorted(ends))
+    folder = write(tmp_path_factory.mktemp("set"), [[40], [5, 20]])
+    np.array([*ends, 40], "<u8").tofile(folder / "00000_unshuffled.ds.index")
+    nanoset = Nanoset(folder, sequence_length)
+    with pytest.raises(ConfigError, match=r"00000_unshuffled\.ds\.index does not ascend near token"):
+        nanoset.positions(np.array([0]))
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(ConfigError):
+        patch.setattr("lightning_3d.data.nanoset.HELD", 0)
+        assert nanoset.positions(np.arange(len(nanoset))).shape == (len(nanoset), sequence_length + 1)
 
 
 def test_an_index_of_a_billion_documents_is_not_read(tmp_path: Path) -> None:
