@@ -8,8 +8,10 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Callable
 from importlib import import_module
-from typing import NamedTuple
+from inspect import signature
+from typing import Any, NamedTuple
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.usage import OneLineErrors
@@ -23,16 +25,18 @@ TRAINER = {
 
 
 class Function(NamedTuple):
-    """A command that is a plain function; its parameter ``positional`` takes the bare arguments."""
+    """A command that is a plain function; the parameters named in ``positional`` take the bare arguments, one each or (``+``) all."""
 
     path: str
     help: str
-    positional: str | None = None
+    positional: tuple[str, ...] = ()
 
 
 FUNCTIONS = {
-    "prepare": Function("lightning_3d.data.prepare.prepare", "tokenise text into a Nanoset", "inputs"),
-    "inspect": Function("lightning_3d.data.inspect.inspect", "show what is in a Nanoset", "data"),
+    "prepare": Function("lightning_3d.data.prepare.prepare", "tokenise text into a Nanoset", ("inputs+",)),
+    "inspect": Function("lightning_3d.data.inspect.inspect", "show what is in a Nanoset", ("data+",)),
+    "export": Function("lightning_3d.checkpoint.export.export", "write a checkpoint as a Hugging Face folder", ("checkpoint", "output")),
+    "generate": Function("lightning_3d.generate.generate", "let a model go on with a text", ("model",)),
 }
 
 
@@ -78,13 +82,22 @@ def _run_function(name: str, function: Function, argv: list[str]) -> None:
     run = getattr(import_module(module), attribute)
     parser = Parser(prog=f"lightning_3d {name}", description=function.help)
     parser.add_argument("-c", "--config", action=ActionConfigFile, help="YAML file with the options below")
-    if function.positional:
-        parser.add_argument(function.positional, nargs="+", type=str)
-    parser.add_function_arguments(run, skip={function.positional} if function.positional else set(), as_positional=False)
-    options = parser.parse_args(argv)
+    for name in function.positional:
+        parser.add_argument(name.rstrip("+"), nargs="+" if name.endswith("+") else None, type=str)
+    parser.add_function_arguments(run, skip={name.rstrip("+") for name in function.positional}, as_positional=False)
+    options = parser.parse_args(_switched_on(argv, run))
     result = run(**{key: value for key, value in vars(options).items() if key != "config"})
     if result is not None:
         print(yaml.safe_dump(result, sort_keys=False), end="")
+
+
+def _switched_on(argv: list[str], run: Callable[..., Any]) -> list[str]:
+    """`--greedy` for `--greedy true`, for all options that are true or false."""
+    switches = {f"--{name}" for name, parameter in signature(run).parameters.items() if parameter.annotation is bool}
+    following = [*argv[1:], ""]
+    return [
+        f"{arg}=true" if arg in switches and after not in ("true", "false") else arg for arg, after in zip(argv, following, strict=False)
+    ]
 
 
 if __name__ == "__main__":

@@ -104,6 +104,10 @@ class HFWeights:
                     f"set {shape_key}.{name} to {value}, or leave {shape_key} out to take it from the folder"
                 )
 
+    def dtype(self, name: str) -> torch.dtype:
+        """In which the folder holds a parameter."""
+        return self.read(name, (slice(0, 1),)).dtype
+
     def read(self, name: str, region: tuple[slice, ...] = (slice(None),)) -> Float[Tensor, "..."]:
         """Part of a parameter, in the dtype of the file."""
         with _open(self._files[name]) as file:
