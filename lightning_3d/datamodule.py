@@ -100,6 +100,12 @@ class NanosetDataModule(LightningDataModule):
         return max((members.vocab_size or 0 for stage in self.stages.stages for members in stage.sets), default=0) or None
 
     @property
+    def tokenizer_path(self) -> str | None:
+        """Where the tokenizer of the data lies, if it is here and the files name it; checkpoints keep it for `export` and `generate`."""
+        first = self.stages.stages[0].sets[0]
+        return str(first.tokenizer_path) if isinstance(first, Nanoset) and first.tokenizer_path else None
+
+    @property
     def global_batch_samples(self) -> int:
         """Samples of one Trainer batch over all data-parallel replicas."""
         return self.rows * self._replicas()[1]

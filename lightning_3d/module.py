@@ -221,6 +221,10 @@ class LlamaModule(PipelineMixin, pl.LightningModule):
         self.check_data(self.trainer.datamodule)  # type: ignore[attr-defined]
 
     @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["tokenizer"] = getattr(getattr(self.trainer, "datamodule", None), "tokenizer_path", None)
+
+    @override
     def build_stage(self, index: int, num_stages: int) -> LlamaStage:
         layers = self.stage_split(num_stages)[index]
         return LlamaStage(self.llama, layers, first=index == 0, last=index == num_stages - 1)

@@ -8,6 +8,7 @@ A Nanoset costs an hour of preparing and gives a global order, another dp on res
 tokenizer's time in every run: about a million tokens a second and process.
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -90,6 +91,7 @@ class TextDataModule(LightningDataModule):
         self.rows = micro_batch_size * batch_accumulation_per_replica
         self.mask_documents, self.validation_samples, self.num_workers, self.seed = mask_documents, validation_samples, num_workers, seed
         self.tokenizer = load_tokenizer(tokenizer, eos_token)
+        self.tokenizer_path = os.path.abspath(tokenizer) if os.path.exists(tokenizer) else tokenizer
         if self.tokenizer.eos_token_id is None:
             raise ConfigError(f"data.eos_token: {tokenizer} names no end-of-document token: name one of its tokens")
         self.train_source = self._open("dataset", dataset, config, split, streaming, text_column, seed)

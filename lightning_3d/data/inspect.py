@@ -64,15 +64,12 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _own_tokenizer(nanoset: Nanoset) -> TextTokenizer | None:
-    """Load the tokenizer that the files name, if it is there: as a path, or as one from the folder or the one above."""
-    name = nanoset.shards[0].tokenizer
-    for path in (Path(name), nanoset.folder / name, nanoset.folder.parent / name):
-        if name and path.exists():
-            try:
-                return load_tokenizer(str(path))
-            except ConfigError:
-                return None
-    return None
+    """Load the tokenizer that the files name, if it is here."""
+    path = nanoset.tokenizer_path
+    try:
+        return load_tokenizer(str(path)) if path else None
+    except ConfigError:
+        return None
 
 
 def _report(nanoset: Nanoset, tokenizer: TextTokenizer | None, samples: int, window: int, seed: int) -> RenderableType:

@@ -152,6 +152,13 @@ class Nanoset:
         """The tokenizer's vocabulary where the folder says so, else None; ids are below 2^16 or 2^32 in any case."""
         return self.summary.get("vocab_size")
 
+    @property
+    def tokenizer_path(self) -> Path | None:
+        """Where the tokenizer that the files name lies, if it is here: the name is a path as it is, or from the folder or the one above."""
+        name = self.shards[0].tokenizer
+        places = (Path(name), self.folder / name, self.folder.parent / name) if name else ()
+        return next((place.absolute() for place in places if place.exists()), None)
+
     def fingerprint(self) -> dict[str, int | str]:
         """Tell this stream of tokens from another, wherever the folder lies: counts, and a hash of the ends of every file."""
         digest = hashlib.blake2b(digest_size=16)
