@@ -82,8 +82,8 @@ class CLI(LightningCLI):
             print(plan_table(self.model, self.datamodule, self.trainer.strategy))
             raise SystemExit(0)
         options = self.config_init[self.command]
-        if options.get("ckpt_path") == "last":
-            options["ckpt_path"] = last_checkpoint(self.trainer)
+        if options.get("ckpt_path") in ("last", "auto"):
+            options["ckpt_path"] = last_checkpoint(self.trainer, or_none=options["ckpt_path"] == "auto")
 
 
 def plan_table(module: Any, datamodule: Any, strategy: Strategy) -> str:
@@ -106,19 +106,25 @@ def plan_table(module: Any, datamodule: Any, strategy: Strategy) -> str:
     return "\n\n".join(tables)
 
 
-def last_checkpoint(trainer: Trainer) -> str:
+def last_checkpoint(trainer: Trainer, *, or_none: bool = False) -> str | None:
     """The newest whole checkpoint of the run; still "last" where only Lightning's ModelCheckpoint writes some, which Lightning finds.
 
+    If it turns out to be damaged when it is read, an older one is taken.
+
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, and None is not wanted then.
     """
     folders = [callback.checkpoints_path for callback in trainer.checkpoint_callbacks if isinstance(callback, Checkpoint)]
     if not folders:
         return "last"
     latest = latest_checkpoint(folders[0])
+    if isinstance(trainer.strategy, ThreeDStrategy):
+        trainer.strategy.resume_from_older = True
+    if latest is None and or_none:
+        return None
     if latest is None:
         raise ConfigError(
-            f"ckpt_path=last: there is no whole checkpoint in {folders[0]}: leave ckpt_path out to begin anew, or name a folder"
+            f"ckpt_path=last: there is no whole checkpoint in {folders[0]}: set ckpt_path to auto to begin anew then, or name a folder"
         )
     return str(latest)
 

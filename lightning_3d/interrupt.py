@@ -32,7 +32,7 @@ from lightning_3d.data.workers import outlive_sigterm
 log = logging.getLogger(__name__)
 
 EXIT_CODE_SIGTERM = 143  # 128 + 15, as a shell reports it
-ARRIVAL_TIMEOUT_S = 10
+ARRIVAL_TIMEOUT_S = 5
 STOP_TIMEOUT_S = 30  # for the other processes to finish their loggers after an agreed stop
 FAILURE_TIMEOUT_S = 1  # for the other processes to say what they have to say after a failure
 
@@ -134,7 +134,7 @@ class EndTogether:
         raise SIGTERMException(EXIT_CODE_SIGTERM)
 
     def all_arrived(self) -> bool:
-        """Before a save: True unless an exception ended the run on some ranks only; waits for 10 s at most, and only after an exception."""
+        """Before a save: True unless an exception ended the run on some ranks only; waits for 5 s at most, and only after an exception."""
         if self._agreed or self._store is None or self.is_lost or self._trainer.state.status != TrainerStatus.INTERRUPTED:
             return not self.is_lost
         self._agreements += 1

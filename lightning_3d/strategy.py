@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_3d.checkpoint import load_trainer_state, remove, restore, save
+from lightning_3d.checkpoint import Saver, load_trainer_state, put_random_states_back, remove, restore, restore_or_older
 from lightning_3d.checks import check_run
 from lightning_3d.errors import ConfigError
 from lightning_3d.interrupt import EndTogether, RankLauncher, init_worker
@@ -55,6 +55,7 @@ class ThreeDStrategy(ModelParallelStrategy):
         dp_replicate: number of copies under ``hsdp``; its shards span dp / dp_replicate ranks.
         sequence_parallel: keep S/tp of the hidden state on each tp rank between layers.
         batch_accumulation_per_replica: microbatches in a batch; None takes the data module's, else pp.
+        async_checkpoint: write checkpoints while training goes on; it waits only for a copy of the state.
         timeout_s: seconds after which a collective that waits for a lost rank fails.
     """
 
@@ -69,6 +70,7 @@ class ThreeDStrategy(ModelParallelStrategy):
         dp_replicate: int = 1,
         sequence_parallel: bool = False,
         batch_accumulation_per_replica: int | None = None,
+        async_checkpoint: bool = False,
         process_group_backend: str | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
@@ -92,6 +94,8 @@ class ThreeDStrategy(ModelParallelStrategy):
         self._accumulating = False
         self._zero_grad_is_next = False
         self._together = EndTogether(self)
+        self.saver = Saver(in_background=async_checkpoint)
+        self.resume_from_older = False  # where the checkpoint to load is damaged
 
     # ---- layout ----------------------------------------------------------------------------------------------------------
 
@@ -164,6 +168,7 @@ class ThreeDStrategy(ModelParallelStrategy):
             self._mesh = Mesh.build(self.dims, self.root_device.type)
             self._device_mesh = self._mesh.device_mesh
             self._together.connect()
+            self.saver.connect()
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
 
@@ -347,13 +352,16 @@ class ThreeDStrategy(ModelParallelStrategy):
             raise ConfigError("storage_options of save_checkpoint() have no effect on sharded checkpoints: leave them out")
         if self._together.all_arrived():
             optimizers = self.optimizers if "optimizer_states" in checkpoint else []  # not there: weights only
-            save(self.broadcast(str(filepath)), self._module, optimizers, checkpoint)
+            self.saver.save(self.broadcast(str(filepath)), self._module, optimizers, checkpoint, layout=str(self.dims))
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        path = self.broadcast(str(checkpoint_path))
-        restore(path, self._module, self.optimizers, strict=self._module.strict_loading)
-        return load_trainer_state(path)
+        load = restore_or_older if self.resume_from_older else restore
+        path = load(self.broadcast(str(checkpoint_path)), self._module, self.optimizers, strict=self._module.strict_loading)
+        state = load_trainer_state(path)
+        if self._module.trainer.state.fn == TrainerFn.FITTING:
+            put_random_states_back(state, str(self.dims))
+        return state
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -370,6 +378,7 @@ class ThreeDStrategy(ModelParallelStrategy):
 
     @override
     def teardown(self) -> None:
+        self.saver.close()
         super().teardown()
         assert isinstance(self._launcher, RankLauncher)
         self._together.after(self._launcher)

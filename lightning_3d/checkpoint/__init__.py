@@ -1,16 +1,21 @@
 """Sharded checkpoints on torch.distributed.checkpoint: any layout saves, any other loads."""
 
 from lightning_3d.checkpoint.folder import clear_leftovers, is_whole, latest_checkpoint, remove, step_folder, whole_steps
-from lightning_3d.checkpoint.state import load_trainer_state, restore, save
+from lightning_3d.checkpoint.loading import load_trainer_state, restore, restore_or_older
+from lightning_3d.checkpoint.randomness import gather_random_states, put_random_states_back
+from lightning_3d.checkpoint.saving import Saver
 
 __all__ = [
+    "Saver",
     "clear_leftovers",
+    "gather_random_states",
     "is_whole",
     "latest_checkpoint",
     "load_trainer_state",
+    "put_random_states_back",
     "remove",
     "restore",
-    "save",
+    "restore_or_older",
     "step_folder",
     "whole_steps",
 ]

@@ -3,15 +3,19 @@
     step-100/  .metadata          what is where (torch.distributed.checkpoint)
                __0_0.distcp ...   the ranks' shards
                trainer.pt         Lightning's state: loops, schedulers, callbacks, data position; plain types only
+               manifest.json      size and checksum of each of these
 
 It is written beside, as ``.step-100.unfinished``, and renamed; what is removed is renamed first. So what a killed run leaves behind has a
-hidden name, and the next run of the same folder clears it away. Under other strategies a checkpoint is one file, ``step-100``.
+hidden name, and the next run of the same folder clears it away. One that turns out to be damaged is renamed ``step-100.damaged``
+and kept. Under other strategies a checkpoint is one file, ``step-100``.
 """
 
 import os
 import re
 import shutil
 from pathlib import Path
+
+from lightning_3d.checkpoint.manifest import MANIFEST_FILE, missing
 
 TRAINER_FILE = "trainer.pt"
 _STEP = re.compile(r"step-(\d+)")
@@ -24,9 +28,14 @@ def step_folder(root: str | Path, step: int) -> Path:
 
 
 def is_whole(path: str | Path) -> bool:
-    """Whether this is a checkpoint that was written to its end."""
+    """Whether this is a checkpoint that was written to its end, and nothing is missing or cut off since; contents are not read."""
     path = Path(path)
-    return path.is_file() or ((path / ".metadata").is_file() and (path / TRAINER_FILE).is_file())
+    return path.is_file() or (is_checkpoint(path) and missing(path) is None)
+
+
+def is_checkpoint(path: str | Path) -> bool:
+    """Whether this is a folder of ours, perhaps with files missing."""
+    return (Path(path) / MANIFEST_FILE).is_file()
 
 
 def whole_steps(root: str | Path) -> list[int]:
@@ -35,9 +44,10 @@ def whole_steps(root: str | Path) -> list[int]:
     return sorted(int(match[1]) for path in paths if (match := _STEP.fullmatch(path.name)) and is_whole(path))
 
 
-def latest_checkpoint(root: str | Path) -> Path | None:
-    """The newest whole checkpoint in a folder, or None."""
-    steps = whole_steps(root)
+def latest_checkpoint(root: str | Path, before: str | Path | None = None) -> Path | None:
+    """The newest whole checkpoint in a folder, or None; on request the newest of those older than another."""
+    match = _STEP.fullmatch(Path(before).name) if before else None
+    steps = [step for step in whole_steps(root) if match is None or step < int(match[1])]
     return step_folder(root, steps[-1]) if steps else None
 
 
@@ -65,6 +75,19 @@ def commit(folder: Path) -> None:
 def remove(path: str | Path) -> None:
     """Remove a checkpoint; at no moment is part of it taken for a whole one."""
     _delete(_set_aside(Path(path)))
+
+
+def abandon(folder: Path) -> None:
+    """Remove what was written of a checkpoint that will not be finished."""
+    shutil.rmtree(unfinished(folder), ignore_errors=True)
+
+
+def set_damaged_aside(folder: Path) -> Path:
+    """Rename a damaged checkpoint, so that it is not taken for a whole one again; its new name."""
+    aside = folder.with_name(f"{folder.name}.damaged")
+    _delete(aside)
+    folder.rename(aside)
+    return aside
 
 
 def clear_leftovers(root: str | Path) -> None:

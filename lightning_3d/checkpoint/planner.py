@@ -1,9 +1,10 @@
 """What each rank writes and reads: torch's plans, with the places of the shards as placement.py works them out."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import Size
+from torch import Size, Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, LoadPlan, SavePlan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
@@ -15,7 +16,19 @@ from lightning_3d.placement import local_chunk
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Each rank's shards at their true offsets; an empty one is left out, since its offset is another shard's."""
+    """Each rank's shards at their true offsets; an empty one is left out, since its offset is another shard's.
+
+    Args:
+        copies: values to write instead of those of the same name in the state, which training is changing meanwhile.
+    """
+
+    def __init__(self, copies: Mapping[str, Tensor] | None = None) -> None:
+        super().__init__()
+        self._copies = copies or {}
+
+    @override
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self._copies[index.fqn] if index.fqn in self._copies else super().lookup_object(index)
 
     @override
     def create_local_plan(self) -> SavePlan:

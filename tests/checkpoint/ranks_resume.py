@@ -1,11 +1,14 @@
 """A run on each rank, saved on its way and perhaps resumed: what a rank saw of it. In float64, on the text in tests/data."""
 
+import random
+import resource
 import signal
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -17,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from lightning_3d.callbacks import Checkpoint
 from lightning_3d.checkpoint import restore
 from lightning_3d.datamodule import NanosetDataModule
-from lightning_3d.errors import ConfigError
+from lightning_3d.errors import CheckpointWriteError, ConfigError
 from lightning_3d.model.config import LlamaConfig
 from lightning_3d.module import LlamaModule
 from lightning_3d.optim.adamw import AdamW
@@ -35,6 +38,7 @@ class Layout:
     mode: str = "ddp"
     virtual: int = 1
     sequence_parallel: bool = False
+    background: bool = False
 
     @property
     def world_size(self) -> int:
@@ -63,6 +67,7 @@ class Layout:
             data_parallel=self.mode,  # type: ignore[arg-type]
             dp_replicate=2 if self.mode == "hsdp" else 1,
             sequence_parallel=self.sequence_parallel,
+            async_checkpoint=self.background,
         )
 
 
@@ -73,6 +78,7 @@ class Run:
     layout: Layout
     folder: str
     resume: str | None = None
+    resume_from_older: bool = False
     accumulate: int = 1
     model: dict[str, Any] = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=dict)
@@ -133,6 +139,13 @@ class Momentum(LlamaModule):
         return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
 
 
+class Noisy(LlamaModule):
+    """Draws from this rank's generators of torch, numpy and Python in each step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * (1 + torch.rand(()) + np.random.rand() + random.random())
+
+
 class NoDecay(LlamaModule):
     """The same optimizer with other options."""
 
@@ -190,6 +203,27 @@ def whole(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return held
 
 
+class Limited(pl.Callback):
+    """Rank 1 cannot write files of more than some bytes until the end of a step; steps that had a checkpoint when they began."""
+
+    def __init__(self, nbytes: int, until: int) -> None:
+        self.nbytes, self.until = nbytes, until
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        if trainer.global_rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self.nbytes, resource.RLIM_INFINITY))
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.until:
+            self.teardown(trainer, module, "fit")
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        self.teardown(trainer, module, "fit")
+
+    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
 def fit(run: Run) -> dict[str, Any]:
     """What this rank saw; ``stopped`` is the exit code if SIGTERM ended the run, ``error`` what a ConfigError said."""
     quiet()
@@ -206,12 +240,13 @@ def fit(run: Run) -> dict[str, Any]:
         callbacks=callbacks,
         **options,
     )
+    trainer.strategy.resume_from_older = run.resume_from_older
     before = signal.getsignal(signal.SIGTERM)
     try:
         trainer.fit(run.module(), datamodule=run.data(), ckpt_path=run.resume)
     except SIGTERMException as stop:
         record.seen["stopped"] = stop.code
-    except ConfigError as error:
+    except (ConfigError, CheckpointWriteError) as error:
         record.seen["error"] = str(error)
     assert signal.getsignal(signal.SIGTERM) == before
     return record.seen | {"step": trainer.global_step, "last": checkpoint.last_model_path}

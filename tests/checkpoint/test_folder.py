@@ -7,6 +7,7 @@ import pytest
 
 from lightning_3d.checkpoint import clear_leftovers, is_whole, latest_checkpoint, remove, step_folder, whole_steps
 from lightning_3d.checkpoint.folder import begin, commit, unfinished
+from lightning_3d.checkpoint.manifest import entries_of, write_manifest
 
 
 def write(folder: Path, text: str = "") -> Path:
@@ -14,6 +15,7 @@ def write(folder: Path, text: str = "") -> Path:
     place = begin(folder)
     for name in (".metadata", "trainer.pt", "__0_0.distcp"):
         (place / name).write_text(text)
+    write_manifest(place, entries_of(place.iterdir()))
     return place
 
 
@@ -27,7 +29,7 @@ def test_it_appears_at_once(tmp_path: Path) -> None:
     assert not place.exists()
 
 
-@pytest.mark.parametrize("missing", [".metadata", "trainer.pt"])
+@pytest.mark.parametrize("missing", [".metadata", "trainer.pt", "__0_0.distcp", "manifest.json"])
 def test_a_part_is_no_checkpoint(missing: str, tmp_path: Path) -> None:
     folder = step_folder(tmp_path, 7)
     write(folder)

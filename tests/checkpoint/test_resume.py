@@ -133,4 +133,5 @@ def test_leftovers_of_a_killed_save_do_not_disturb(straight: Any, pool: RankPool
     seen = pool.run(fit, 2, (replace(TWO_RANKS["dp"], folder=str(tmp_path), checkpoint={"checkpoint_interval": 2, "keep_last": 2}),))
     assert_bitwise(seen, straight("dp")[1], 0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-100", "step-6", "step-8"]
-    assert sorted(path.name for path in (tmp_path / "step-8").iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp", "trainer.pt"]
+    files = [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json", "trainer.pt"]
+    assert sorted(path.name for path in (tmp_path / "step-8").iterdir()) == files

@@ -1,0 +1,122 @@
+"""Reading a checkpoint: is it sound, is it this model's, and then each rank's part of it."""
+
+import logging
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.optim import Optimizer
+
+from lightning_3d.checkpoint.folder import TRAINER_FILE, is_checkpoint, latest_checkpoint, set_damaged_aside
+from lightning_3d.checkpoint.manifest import damage
+from lightning_3d.checkpoint.plain import read_plain
+from lightning_3d.checkpoint.planner import LoadPlanner
+from lightning_3d.checkpoint.state import GROUPS, OwnState, State, rank, world_size
+from lightning_3d.errors import ConfigError, DamagedCheckpointError
+
+log = logging.getLogger(__name__)
+
+_MOMENT = re.compile(r"(optimizer\.\d+)\.state\..*\.(\w+)")
+
+
+def restore(path: str, module: nn.Module, optimizers: Sequence[Optimizer] = (), *, strict: bool = True) -> str:
+    """Load model and optimizer state into their own tensors, whatever layout saved them; gives the path.
+
+    Without optimizers, the weights only.
+
+    Args:
+        path: folder of the checkpoint.
+        module: the LightningModule, with its stages built.
+        optimizers: its optimizers, in the order in which they were saved.
+        strict: refuse names that only one of checkpoint and model has; otherwise they are passed over.
+
+    Raises:
+        DamagedCheckpointError: a file is missing, cut off or altered.
+        ConfigError: no checkpoint at ``path``, one of another model or optimizer, or one without optimizer state.
+    """
+    if not is_checkpoint(path):
+        raise ConfigError(f"ckpt_path={path} is not a whole sharded checkpoint (a folder with manifest.json): name another")
+    if found := next(filter(None, gather_all(damage(Path(path), rank(), world_size()))), None):
+        raise DamagedCheckpointError(f"ckpt_path={path} is damaged: {found}; name an older one, or `last`")
+    held = dcp.FileSystemReader(path).read_metadata()
+    own = OwnState(module, optimizers)
+    wanted = own.by_file_name()
+    _agree(_difference(wanted, held, strict=strict), path, {name for name in wanted if name.startswith("model.")}, held, strict=strict)
+    known = {name: value for name, value in wanted.items() if name in held.state_dict_metadata}
+    dcp.load(known, checkpoint_id=path, planner=LoadPlanner())
+    own.take(known, load_trainer_state(path)[GROUPS])
+    return path
+
+
+def load_trainer_state(path: str) -> State:
+    """Lightning's part of a checkpoint."""
+    return read_plain(Path(path) / TRAINER_FILE)
+
+
+def restore_or_older(path: str, module: nn.Module, optimizers: Sequence[Optimizer] = (), *, strict: bool = True) -> str:
+    """``restore``, of the newest checkpoint before this one that is sound, where this one is damaged; the path of what was loaded.
+
+    Raises:
+        DamagedCheckpointError: no older one is sound.
+        ConfigError: as from ``restore``.
+    """
+    try:
+        return restore(path, module, optimizers, strict=strict)
+    except DamagedCheckpointError as error:
+        older = gather_all(latest_checkpoint(Path(path).parent, before=path))[0]  # the view of rank 0
+        if older is None:
+            raise
+        if rank() == 0:
+            log.warning("%s. It is kept as %s; the run goes on from %s", error, set_damaged_aside(Path(path)), older)
+    return restore_or_older(str(older), module, optimizers, strict=strict)
+
+
+def _difference(wanted: State, held: Metadata, *, strict: bool) -> str | None:
+    """Why this rank cannot load what it wants; parameters that were never stepped have no optimizer state and need none."""
+    kinds = {match.groups() for name in held.state_dict_metadata if (match := _MOMENT.fullmatch(name))}
+    for name, value in wanted.items():
+        saved = held.state_dict_metadata.get(name)
+        if saved is None and strict and name.startswith("model."):
+            return f"is of another model: it does not hold '{name.removeprefix('model.')}'"
+        if saved is None and (match := _MOMENT.fullmatch(name)) and match.groups() not in kinds:
+            return f"holds no '{match[2]}' of {match[1]}: it was saved with the weights only, or with another optimizer"
+        size = getattr(saved, "size", None)
+        if isinstance(value, Tensor) and size is not None and size != value.shape:
+            shapes = f"{tuple(size)} there and {tuple(value.shape)} here"
+            return f"is of another model: '{name.removeprefix('model.')}' has shape {shapes}"
+    return None
+
+
+def _agree(error: str | None, path: str, names: set[str], held: Metadata, *, strict: bool) -> None:
+    """Raise on all ranks what any of them found, or what all of them together leave over of the model.
+
+    Shapes: none.
+    Placement: each rank's names -> all names on all ranks.
+    Communication: all-gather of the names, world, some KiB a rank.
+    Source: this project.
+    """
+    everyone = gather_all((error, names))
+    left = {name for name in held.state_dict_metadata if name.startswith("model.")}.difference(*(names for _, names in everyone))
+    over = f"is of another model: it holds '{min(left).removeprefix('model.')}', which this one lacks" if left and strict else None
+    found = next((error for error, _ in everyone if error), over)
+    if found:
+        raise ConfigError(f"ckpt_path={path} {found}")
+
+
+def gather_all(value: Any) -> list[Any]:
+    """Every rank's value, on all ranks.
+
+    Shapes: none.
+    Placement: each rank's own -> all of them on all ranks.
+    Communication: all-gather of a small object, world.
+    Source: this project.
+    """
+    values = [value] * world_size()
+    if world_size() > 1:
+        dist.all_gather_object(values, value)
+    return values

@@ -1,0 +1,191 @@
+"""Writing a checkpoint: in the foreground, or while training goes on.
+
+In the background the state is copied first, which is all that training waits for; a thread then writes the copies, and the ranks talk
+to each other over a process group of their own, since collectives of two threads on one group would mix. One save at most is in flight.
+
+Whatever goes wrong on one rank (a full disk), all ranks hear of it: the save is abandoned on all of them and says so.
+"""
+
+import logging
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_3d.checkpoint.folder import TRAINER_FILE, abandon, begin, commit, unfinished
+from lightning_3d.checkpoint.manifest import Entries, entries_of, write_manifest
+from lightning_3d.checkpoint.plain import plain, write_plain
+from lightning_3d.checkpoint.planner import SavePlanner
+from lightning_3d.checkpoint.randomness import RANDOM_STATES, gather_random_states
+from lightning_3d.checkpoint.state import GROUPS, OwnState, State, rank, world_size
+from lightning_3d.errors import CheckpointWriteError
+
+log = logging.getLogger(__name__)
+
+_HELD_BY_SHARDS = ("state_dict", "optimizer_states")  # Lightning's keys
+
+
+class Saver:
+    """Writes checkpoints, one at a time; every rank has one and calls its methods together.
+
+    Args:
+        in_background: ``save`` returns when the state is copied.
+    """
+
+    def __init__(self, *, in_background: bool = False) -> None:
+        self.in_background = in_background
+        self._group: dist.ProcessGroup | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._running: Future[None] | None = None
+        self._buffers: dict[str, Tensor] = {}
+
+    def connect(self) -> None:
+        """Make the process group of the background thread; collective."""
+        if self.in_background and self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "checkpoint")
+            self._group = dist.new_group(backend="gloo") if world_size() > 1 else None
+
+    def save(
+        self, path: str, module: nn.Module, optimizers: Sequence[Optimizer], trainer_state: Mapping[str, Any], layout: str = ""
+    ) -> None:
+        """Write a checkpoint, or begin to, once the one before is whole.
+
+        Args:
+            path: the folder; what is there gives way when this one is whole.
+            module: the LightningModule, with its stages built.
+            optimizers: its optimizers; none: weights only.
+            trainer_state: Lightning's state.
+            layout: the ranks that random states are good for.
+
+        Raises:
+            CheckpointWriteError: this one (in the background: the one before) could not be written.
+        """
+        self.wait()
+        own = OwnState(module, optimizers)
+        rest = {key: value for key, value in trainer_state.items() if key not in _HELD_BY_SHARDS}
+        rest |= {GROUPS: own.gather_groups(), RANDOM_STATES: gather_random_states(layout)}
+        job = _Save(Path(path), own.by_file_name(), plain(rest), self._group)
+        if self._thread is None:
+            job.run()
+        else:
+            job.copy(self._buffers)
+            self._running = self._thread.submit(job.run)
+
+    def poll(self) -> None:
+        """Raise the error of a save that has ended in the background.
+
+        Raises:
+            CheckpointWriteError: it could not be written.
+        """
+        if self._running is not None and self._running.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until nothing is being written.
+
+        Raises:
+            CheckpointWriteError: it could not be written.
+        """
+        running, self._running = self._running, None
+        if running is not None:
+            running.result()
+
+    def close(self) -> None:
+        """Finish what is being written; a failure is logged."""
+        try:
+            self.wait()
+        except (CheckpointWriteError, RuntimeError) as error:  # a lost rank is a RuntimeError of the process group
+            log.error("%s", error)
+
+
+class _Save:
+    """One checkpoint on its way to the disk."""
+
+    def __init__(self, folder: Path, state: State, trainer_state: State, group: dist.ProcessGroup | None) -> None:
+        self.folder, self.state, self.trainer_state, self.group = folder, state, trainer_state, group
+        self.copies: dict[str, Tensor] = {}
+
+    def copy(self, buffers: dict[str, Tensor]) -> None:
+        """Copy this rank's tensors to memory that is used again and again: fresh pages cost as much as the copying."""
+        for name, value in self.state.items():
+            if not isinstance(value, Tensor):
+                continue
+            tensor = (value.to_local() if isinstance(value, DTensor) else value).detach()
+            buffer = buffers.get(name)
+            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+                buffer = buffers[name] = torch.empty_like(tensor, device="cpu")
+            self.copies[name] = buffer.copy_(tensor)
+
+    def run(self) -> None:
+        """Write it; every rank calls this and returns once it is whole.
+
+        Shapes: none.
+        Placement: each rank's shards -> files; copies of other ranks are written once.
+        Communication: gather of the plan, world, some KiB a rank; barriers.
+        Source: torch.distributed.checkpoint.
+        """
+        sizes = {name: value.numel() * value.element_size() for name, value in self.state.items() if isinstance(value, Tensor)}
+        everyone = self._gather(sizes)
+        self._on_rank_0(lambda: self._begin(sum({name: size for each in everyone for name, size in each.items()}.values())))
+        writer = dcp.FileSystemWriter(unfinished(self.folder))
+        try:
+            dcp.save(self.state, storage_writer=writer, planner=SavePlanner(self.copies), process_group=self.group)
+        except CheckpointException as error:  # on all ranks
+            self._give_up("; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in error.failures.items()))
+        written = self._gather(entries_of(sorted(unfinished(self.folder).glob(f"__{rank()}_*"))))
+        self._on_rank_0(lambda: self._finish(written))
+
+    def _begin(self, nbytes: int) -> None:
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self.folder.parent).free
+        if nbytes > free:
+            raise OSError(f"it needs {nbytes / 2**30:,.2f} GiB")
+        begin(self.folder)
+        write_plain(self.trainer_state, unfinished(self.folder) / TRAINER_FILE)
+
+    def _finish(self, written: list[Entries]) -> None:
+        place = unfinished(self.folder)
+        entries = entries_of([place / ".metadata", place / TRAINER_FILE])
+        for each in written:
+            entries |= each
+        write_manifest(place, entries)
+        commit(self.folder)
+
+    def _on_rank_0(self, action: Callable[[], None]) -> None:
+        """Do something on rank 0; if it fails there, fail everywhere."""
+        error = None
+        if rank() == 0:
+            try:
+                action()
+            except OSError as problem:
+                error = str(problem)
+        if found := self._gather(error)[0]:
+            self._give_up(found)
+
+    def _give_up(self, reason: str) -> None:
+        if rank() == 0:
+            abandon(self.folder)
+        free = shutil.disk_usage(self.folder.parent).free / 2**30
+        raise CheckpointWriteError(f"checkpoint {self.folder} was not written ({free:,.2f} GiB are free there): {reason}")
+
+    def _gather(self, value: Any) -> list[Any]:
+        """Every rank's value, on all ranks.
+
+        Shapes: none.
+        Placement: each rank's own -> all of them on all ranks.
+        Communication: all-gather of a small object, world.
+        Source: this project.
+        """
+        values = [value] * world_size()
+        if world_size() > 1:
+            dist.all_gather_object(values, value, group=self.group)
+        return values
