@@ -1,4 +1,4 @@
-"""The weights of a sharded checkpoint, in one process without process groups; optimizer state is never read.
+"""The weights of a sharded checkpoint, in one process without process groups; optimizer state is not loaded.
 
 A tensor is put together from the shards that hold parts of it, whatever layout saved them: only what is asked for is in memory.
 """
@@ -15,9 +15,10 @@ from jaxtyping import Shaped
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from lightning_3d.checkpoint.folder import is_whole, latest_checkpoint
-from lightning_3d.checkpoint.state import load_trainer_state
-from lightning_3d.errors import ConfigError
+from lightning_3d.checkpoint.folder import is_checkpoint, latest_checkpoint
+from lightning_3d.checkpoint.loading import load_trainer_state
+from lightning_3d.checkpoint.manifest import damage, missing
+from lightning_3d.errors import ConfigError, DamagedCheckpointError
 from lightning_3d.model.config import LlamaConfig
 from lightning_3d.model.hf import whole_names
 
@@ -31,7 +32,8 @@ class CheckpointWeights:
         path: folder of a checkpoint, or of several: the newest whole one.
 
     Raises:
-        ConfigError: there is no whole sharded checkpoint, or not one of a Llama.
+        DamagedCheckpointError: a file is missing or cut off.
+        ConfigError: there is no sharded checkpoint, or not one of a Llama.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -69,6 +71,15 @@ class CheckpointWeights:
         """Of a whole parameter."""
         return tuple(self._held[name].size)
 
+    def verify(self) -> None:
+        """Whether the files are what was written; reads all of them, optimizer state too.
+
+        Raises:
+            DamagedCheckpointError: one is altered.
+        """
+        if found := damage(self.folder):
+            raise DamagedCheckpointError(f"{self.folder} is damaged: {found}; name an older one")
+
     def read_into(self, targets: Mapping[str, Shaped[Tensor, "..."]]) -> None:
         """Fill whole tensors in place, in their own dtypes."""
         with warnings.catch_warnings():
@@ -95,7 +106,9 @@ class CheckpointWeights:
 
 
 def _find(path: Path) -> Path:
-    folder = path if is_whole(path) else latest_checkpoint(path)
+    folder = path if is_checkpoint(path) else latest_checkpoint(path)
     if folder is None or folder.is_file():
         raise ConfigError(f"{path} is no whole sharded checkpoint and holds none: name a folder step-N, or one that holds such folders")
+    if found := missing(folder):
+        raise DamagedCheckpointError(f"{folder} is damaged: {found}; name an older one")
     return folder
