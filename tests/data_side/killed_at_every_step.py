@@ -2,8 +2,8 @@
 
     python killed_at_every_step.py FOLDER
 
-FOLDER holds in.jsonl and words.json. After each kill, a folder of the output is what it was before or whole, and after going on every
-byte is that of an undisturbed run. Prints the number of kills.
+FOLDER holds in.jsonl and words.json. After each kill, a folder of the output is what it was before or whole, a shard with metadata is
+whole, and after going on every byte is that of an undisturbed run. Prints the number of kills.
 """
 
 import os
@@ -15,6 +15,7 @@ from typing import Any
 
 from lightning_3d.data.nanoset import Nanoset
 from lightning_3d.data.prepare import prepare
+from lightning_3d.data.shards import Shard
 
 STEPS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir"}
 
@@ -69,6 +70,8 @@ def main(folder: Path) -> None:
             if replace:
                 shutil.copytree(before, output)
             status = run(folder, output, step, shuffle=shuffle, overwrite=True)
+            for path in output.rglob("*.metadata"):
+                Shard.open(path.with_suffix(""))  # whole, wherever it stands
             for split in ("train", "validation"):
                 if (output / split).exists():
                     Nanoset(output / split, 2)

@@ -90,7 +90,7 @@ def test_by_name(tmp_path: Path) -> None:
         (("some/data", "--tokenizer", str(BPE)), "inputs: some/data is neither a file nor a data set that can be reached: Couldn't reach"),
         (("--tokenizer", str(BPE)), "the following arguments are required: inputs"),
         (("a.txt",), "the following arguments are required: tokenizer"),
-        (("a.txt", "--tokenizer", str(BPE), "--strict", "perhaps"), "strict"),
+        (("a.txt", "--tokenizer", str(BPE), "--strict=perhaps"), "strict"),
         (("a.txt", "--tokenizer", str(BPE), "--shard_nbytes", "many"), "shard_nbytes"),
     ],
 )
