@@ -4,8 +4,8 @@ Each dp coord packs the documents that are its own, so that where it stands is a
 for each coord. The places come with the batches, and the one that is saved is that of the last batch trained on by Lightning's own
 count, whatever was read ahead. For how a fit is resumed in Lightning 2.6, see datamodule.py.
 
-A Nanoset costs an hour of preparing and gives a global order, another dp on resuming, and reading at the speed of the disk; this costs the
-tokenizer's time in every run: about a million tokens a second and process.
+A Nanoset takes time to prepare, and has a global order, resumes with any dp, and is read at the speed of the disk; this takes 1.2 to 1.3
+times the tokenizer's own time in every run (measured on 3 KB documents, dp 1 to 8: 3 million tokens a second and process).
 """
 
 import os
