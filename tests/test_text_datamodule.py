@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
@@ -238,6 +239,19 @@ def test_resume_after_an_exception_with_another_batch_size(tmp_path: Path) -> No
         map_style(), tmp_path, data={"micro_batch_size": 1, "batch_accumulation_per_replica": 1}, ckpt_path=tmp_path / "failed.ckpt"
     )
     assert [row for batch in resumed.seen for row in batch] == [row for batch in straight.seen[7:] for row in batch][:3]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_dataset_that_breaks_off_while_training(tmp_path: Path, num_workers: int) -> None:
+    """One line, from a worker too."""
+
+    def generate() -> Iterator[dict[str, str]]:
+        yield from ({"text": text} for text in TEXTS * 2)
+        raise OSError("connection lost")
+
+    dataset = datasets.IterableDataset.from_generator(generate)
+    with pytest.raises(ConfigError, match=r"^the dataset, behind document 64, cannot be read: connection lost$"):
+        fit(dataset, tmp_path, data={"num_workers": num_workers}, max_steps=1000)
 
 
 def test_checkpoints_hold_plain_numbers(tmp_path: Path) -> None:
