@@ -9,32 +9,18 @@ shard, as far as their format allows, and dealt to the shards at random; then th
 is a fair mixture of sixteen places of the whole. Neighbours in a file that cannot be cut (.gz, .zst, a stream) stay in one shard.
 """
 
-import errno
-import hashlib
 import json
 import os
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from jaxtyping import Int64
-
+from lightning_3d.data.job import Job, digest, writing
 from lightning_3d.data.nanoset import SUMMARY
-from lightning_3d.data.order import sample_ids
-from lightning_3d.data.processes import in_processes
-from lightning_3d.data.records import Bad, Item, LineCounter, Piece, Source
-from lightning_3d.data.report import Bar, Tally, totals
+from lightning_3d.data.report import Tally
 from lightning_3d.data.resume import Output, Summaries, write_whole
-from lightning_3d.data.shards import ShardWriter, token_nbytes_for
 from lightning_3d.data.sources import cut_into_shards, find_sources
 from lightning_3d.data.tokenizer import TextTokenizer, load_tokenizer
 from lightning_3d.errors import ConfigError
-
-ENCODE_NCHARS = 1 << 20  # text given to the tokenizer at once: enough for its threads, little memory
 
 
 def prepare(
@@ -85,177 +71,24 @@ def prepare(
     """
     _check(validation_fraction=validation_fraction, shard_nbytes=shard_nbytes, num_workers=num_workers)
     sources = find_sources(inputs, split, dataset_config)
-    loaded = load_tokenizer(tokenizer, eos_token)
-    if append_eos and loaded.eos_token_id is None:
-        raise ConfigError(f"eos_token: {tokenizer} names no end-of-document token: name one of its tokens, or set append_eos to false")
+    loaded = _load(tokenizer, eos_token, append_eos)
     root = Path(output)
     target = Output({"train": root / "train", "validation": root / "validation"} if validation_fraction else {"train": root})
     job = Job(loaded, append_eos, text_field, validation_fraction, seed if shuffle else None, strict, target)
     stamps = {source: source.stamp() for source in sources}
-    made_from = {"inputs": _digest([*stamps.values()]), **job.settings(), "shard_nbytes": shard_nbytes}
+    made_from = {"inputs": digest([*stamps.values()]), **job.settings(), "shard_nbytes": shard_nbytes}
     if done := target.already_done(made_from, overwrite):
-        if strict:
-            _refuse_incomplete(done, root)
-        return done
-    shards = cut_into_shards(sources, shard_nbytes, job.seed)
-    width = max(5, len(str(len(shards) - 1)))
-    tasks = [job.task(f"{number:0{width}d}", pieces, stamps) for number, pieces in enumerate(shards)]
-    with _writing(root), target.reserved():
-        total = job.run(tasks, num_workers or os.cpu_count() or 1, progress)
-        return _finish(target, total, made_from, loaded)
+        return _complete(done, root) if strict else done
+    tasks = job.tasks(cut_into_shards(sources, shard_nbytes, job.seed), stamps)
+    with writing(root), target.reserved():
+        return _finish(target, job.run(tasks, num_workers or os.cpu_count() or 1, progress), made_from, loaded)
 
 
-@dataclass(frozen=True)
-class Task:
-    """A shard of work: its number in the names of files, what to read, and a digest of all that decides the bytes written."""
-
-    number: str
-    pieces: list[Piece]
-    digest: str
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of input, about."""
-        return sum(piece.nbytes for piece in self.pieces)
-
-
-@dataclass(frozen=True)
-class Job:
-    """What a process must know to write a shard."""
-
-    tokenizer: TextTokenizer
-    append_eos: bool
-    text_field: str
-    validation_fraction: float
-    seed: int | None
-    strict: bool
-    output: Output
-
-    def settings(self) -> dict[str, Any]:
-        """Return what decides the bytes written, besides the inputs."""
-        return {
-            "tokenizer": self.tokenizer.digest(),
-            "eos_token_id": self.tokenizer.eos_token_id if self.append_eos else None,
-            "text_field": self.text_field,
-            "validation_fraction": self.validation_fraction,
-            "shuffle_seed": self.seed,
-        }
-
-    def task(self, number: str, pieces: list[Piece], stamps: dict[Source, list[Any]]) -> Task:
-        """Return the task of writing these pieces into one shard."""
-        parts = [(stamps[piece.source], piece.begin, piece.end) for piece in pieces]
-        return Task(number, pieces, _digest([self.tokenizer.name, self.settings(), parts]))
-
-    def name(self, task: Task) -> str:
-        """Return the name of a shard's file, after datatrove."""
-        return f"{task.number}_{'unshuffled' if self.seed is None else 'shuffled'}.ds"
-
-    def run(self, tasks: list[Task], num_workers: int, progress: bool) -> Tally:
-        """Write all shards that are not finished, and return what there is in all of them."""
-        finished = self.output.keep_finished({task.number: (task.digest, self.name(task)) for task in tasks}, self.strict)
-        todo = [task for task in tasks if task.number not in finished]
-        total = sum(task.nbytes for task in tasks)
-        try:
-            with Bar(total, total - sum(task.nbytes for task in todo), progress) as bar:
-                for counts in in_processes(self.write_shard, todo, min(num_workers, len(todo))):
-                    bar.advance(counts)
-        except BaseException:
-            self.output.sweep_temporary()  # of processes that were ended
-            raise
-        return totals(self.output.read_note(task.number)[1] for task in tasks)
-
-    def write_shard(self, task: Task) -> Iterator[Counter[str]]:
-        """Tokenise a shard's documents into a file of each folder, telling now and then what was done.
-
-        Raises:
-            ConfigError: there is no room for it; in strict work, a bad record.
-        """
-        tally = Tally()
-        with _writing(self.output.folders["train"]):
-            with ExitStack() as stack:
-                writers: dict[str, ShardWriter] = {}
-                for items in _batched(item for piece in task.pieces for item in piece.read(self.text_field)):
-                    before = tally.counts.copy()
-                    for split, texts in self._sort(items, tally).items():
-                        if split not in writers:
-                            writers[split] = stack.enter_context(self._writer(split, task))
-                        self._write(writers[split], split, texts, tally)
-                    tally.counts["progress"] = min(tally.counts["nbytes"], task.nbytes)
-                    yield tally.counts - before
-            del tally.counts["progress"]
-            self.output.write_note(task.number, task.digest, tally)
-        yield Counter(progress=task.nbytes - min(tally.counts["nbytes"], task.nbytes))
-
-    def _sort(self, items: list[Item], tally: Tally) -> dict[str, list[str]]:
-        """Count what was read, and return the texts by the folder that they belong to."""
-        texts: dict[str, list[str]] = {}
-        for found, nbytes in items:
-            tally.counts["nbytes"] += nbytes
-            if isinstance(found, str):
-                texts.setdefault(self._split(found), []).append(found)
-            elif self.strict:
-                raise ConfigError(f"inputs: {LineCounter().describe(found)}: mend it, or set strict to false to leave such records out")
-            else:
-                tally.drop(found)
-        return texts
-
-    def _write(self, writer: ShardWriter, split: str, texts: list[str], tally: Tally) -> None:
-        """Tokenise some texts into a shard."""
-        ids, lengths = self.tokenizer.encode(texts, self.append_eos)
-        tally.counts.update({"empty": len(texts) - len(lengths), f"{split}_documents": len(lengths), f"{split}_tokens": len(ids)})
-        writer.extend(ids, lengths)
-
-    def _writer(self, split: str, task: Task) -> ShardWriter:
-        path = self.output.partial(split) / self.name(task)
-        order = None if self.seed is None else _Order(f"{self.seed} {task.number} {split}")
-        return ShardWriter(path, self.tokenizer.name, token_nbytes_for(self.tokenizer.vocab_size), order)
-
-    def _split(self, text: str) -> str:
-        """Return the folder that a document belongs to, wherever and however often it stands."""
-        if not self.validation_fraction:
-            return "train"
-        return "validation" if _hash(text) < self.validation_fraction * 2.0**64 else "train"
-
-
-@dataclass(frozen=True)
-class _Order:
-    """An order of the documents of one shard."""
-
-    key: str
-
-    def __call__(self, num_documents: int) -> Int64[np.ndarray, "docs"]:
-        return sample_ids(np.arange(num_documents), num_documents, _hash(self.key))
-
-
-def _hash(text: str) -> int:
-    """Return 64 bits that depend on the text alone."""
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
-
-
-def _batched(items: Iterable[Item]) -> Iterator[list[Item]]:
-    """Yield lists of items with about ENCODE_NCHARS of text together."""
-    batch: list[Item] = []
-    size = 0
-    for item in items:
-        batch.append(item)
-        size += 100 if isinstance(item[0], Bad) else len(item[0])
-        if size >= ENCODE_NCHARS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-@contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    """Errors of the operating system are those of the output: what reads inputs has its own words for them."""
-    try:
-        yield
-    except OSError as error:
-        text = f"output: {error.filename or folder}: {error.strerror}"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise ConfigError(f"{text}: make room, and the same command goes on with the shards that are not finished") from None
-        raise ConfigError(f"{text}: choose a folder that can be written") from None
+def _load(tokenizer: str, eos_token: str | None, append_eos: bool) -> TextTokenizer:
+    loaded = load_tokenizer(tokenizer, eos_token)
+    if append_eos and loaded.eos_token_id is None:
+        raise ConfigError(f"eos_token: {tokenizer} names no end-of-document token: name one of its tokens, or set append_eos to false")
+    return loaded
 
 
 def _check(*, validation_fraction: float, shard_nbytes: int, num_workers: int | None) -> None:
@@ -267,18 +100,15 @@ def _check(*, validation_fraction: float, shard_nbytes: int, num_workers: int | 
         raise ConfigError(f"num_workers is {num_workers}: give at least 1, or leave it out for one a core")
 
 
-def _refuse_incomplete(done: Summaries, root: Path) -> None:
-    """What was left out of a folder is an error where all of the input is asked for."""
+def _complete(done: Summaries, root: Path) -> Summaries:
+    """Return the summaries; what was left out is an error where all of the input is asked for."""
     for summary in done.values():
         if bad := summary.get("bad_records"):
             records = sum(count for kind, count in summary["dropped"].items() if kind != "empty")
             raise ConfigError(
                 f"strict: {root} was made without {records} records, the first of them {bad[0]}: mend it, or set strict to false"
             )
-
-
-def _digest(value: Any) -> str:
-    return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
+    return done
 
 
 def _finish(output: Output, total: Tally, made_from: dict[str, Any], tokenizer: TextTokenizer) -> Summaries:
