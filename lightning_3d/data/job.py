@@ -178,6 +178,8 @@ def writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if not error.errno:
+            raise
         text = f"output: {error.filename or folder}: {error.strerror}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise ConfigError(f"{text}: make room, and the same command goes on with the shards that are not finished") from None

@@ -55,13 +55,13 @@ class ParquetFile:
                 return
             first = sum(sizes[: piece.begin])
             for group in range(piece.begin, piece.end):
-                row = sum(sizes[:group])
+                row, end = sum(sizes[:group]), sum(sizes[: group + 1])
                 try:
                     for batch in file.iter_batches(BATCH_ROWS, row_groups=[group], columns=[text_field]):
                         yield from _texts(batch.column(0), self.path, row + 1, _share(piece.nbytes, row - first, batch.num_rows, rows))
                         row += batch.num_rows
                 except (ArrowException, OSError) as error:
-                    yield Bad("broken_file", self.path, "row", row + 1, reason_for(error, self.path)), 0
+                    yield _broken(error, self.path, row, end), 0
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,8 @@ class SavedDataset:
 
     def read(self, piece: Piece, text_field: str) -> Iterator[Item]:
         """Yield the texts of the piece's rows."""
+        from pyarrow import ArrowException
+
         data = _saved(self)
         if text_field not in data.column_names:
             yield _no_column(self.path, piece.begin + 1, text_field, piece.end - piece.begin), piece.nbytes
@@ -90,8 +92,13 @@ class SavedDataset:
         data = data.select_columns([text_field]).with_format("arrow")
         rows = piece.end - piece.begin
         for begin in range(0, rows, BATCH_ROWS):
-            column = data[piece.begin + begin : piece.begin + min(begin + BATCH_ROWS, rows)].column(0)
-            yield from _texts(column, self.path, piece.begin + begin + 1, _share(piece.nbytes, begin, len(column), rows))
+            first, end = piece.begin + begin, piece.begin + min(begin + BATCH_ROWS, rows)
+            try:
+                column = data[first:end].column(0)
+            except (ArrowException, OSError) as error:
+                yield _broken(error, self.path, first, end), 0
+            else:
+                yield from _texts(column, self.path, first + 1, _share(piece.nbytes, begin, end - first, rows))
 
 
 @dataclass(frozen=True)
@@ -161,6 +168,11 @@ def _checked(value: Any, path: str, row: int, text_field: str) -> str | Bad:
     if isinstance(value, bytes):
         return Bad("not_utf8", path, "row", row, "bytes that are not text")
     return Bad("no_text", path, "row", row, f"{text_field} holds {type(value).__name__}")
+
+
+def _broken(error: Exception, path: str, row: int, end: int) -> Bad:
+    """Return what is said of the rows after `row` up to `end`, which could not be read."""
+    return Bad("broken_file", path, "row", row + 1, reason_for(error, path), count=max(1, end - row))
 
 
 def _no_column(path: str, row: int, text_field: str, rows: int) -> Bad:

@@ -204,14 +204,14 @@ def test_only_the_first_twenty_are_named(tmp_path: Path) -> None:
     assert out["bad_records"] == [f'{path}, line {line}: no text (no text in "text")' for line in range(61, 81)]
 
 
-def broken(tmp_path: Path, name: str, data: bytes) -> dict[str, Any]:
+def broken(tmp_path: Path, name: str, data: bytes, count: int = 1) -> dict[str, Any]:
     """Prepare a file beside a good one."""
     (tmp_path / "good.jsonl").write_bytes(lines(["good"]))
     (tmp_path / name).write_bytes(data)
     out = prepare([str(tmp_path / name), str(tmp_path / "good.jsonl")], BPE, str(tmp_path / "out"), progress=False)["train"]
     with pytest.raises(ConfigError, match=r"inputs: .*: broken file .*: mend it, or set strict to false"):
         prepare([str(tmp_path / name), str(tmp_path / "good.jsonl")], BPE, str(tmp_path / "strict"), strict=True, progress=False)
-    assert out["dropped"] == {"broken_file": 1}
+    assert out["dropped"] == {"broken_file": count}
     return out
 
 
@@ -260,8 +260,8 @@ def test_broken_row_group(tmp_path: Path) -> None:
     data = bytearray(Path(path).read_bytes())
     chunk = parquet.read_metadata(path).row_group(3).column(1)
     data[chunk.dictionary_page_offset : chunk.dictionary_page_offset + 40] = b"\xff" * 40
-    out = broken(tmp_path, "in.parquet", bytes(data))
-    assert out["documents"] == 60 - 7 + 1
+    out = broken(tmp_path, "in.parquet", bytes(data), count=7)
+    assert (out["documents"], out["read"]["documents"]) == (60 - 7 + 1, 61)
     assert out["bad_records"][0].startswith(f"{tmp_path}/in.parquet, row 22: broken file (")
 
 
