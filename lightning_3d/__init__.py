@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from lightning_3d.callbacks import Checkpoint as Checkpoint
     from lightning_3d.callbacks import GradNorm as GradNorm
     from lightning_3d.callbacks import ProgressBar as ProgressBar
+    from lightning_3d.callbacks import SkipBadSteps as SkipBadSteps
     from lightning_3d.callbacks import Summary as Summary
     from lightning_3d.callbacks import Throughput as Throughput
     from lightning_3d.checkpoint import latest_checkpoint as latest_checkpoint
@@ -33,6 +34,7 @@ _HOME = {
     "Checkpoint": "callbacks",
     "GradNorm": "callbacks",
     "ProgressBar": "callbacks",
+    "SkipBadSteps": "callbacks",
     "Summary": "callbacks",
     "Throughput": "callbacks",
     "latest_checkpoint": "checkpoint",

@@ -1,8 +1,9 @@
 """All ranks end together: when one is told to stop, and when one fails.
 
-A signal handler must not communicate, and a rank that acts on its own leaves the others waiting in a collective. So SIGTERM only sets a
-flag; the ranks agree before the next optimizer step and stop at the same one, where a checkpoint callback can save on all of them. Every
-process then ends with code 143, also those that were not told. In evaluation there is nothing to save: the rank that is told ends at once.
+A signal handler must not communicate, and a rank that acts on its own leaves the others waiting in a collective. So SIGTERM, and SIGUSR1
+which SLURM can send ahead of it (`--signal=USR1@120`), only set a flag; the ranks agree before the next optimizer step and stop at the
+same one, where a checkpoint callback can save on all of them. Every process then ends with code 143, also those that were not told. In
+evaluation there is nothing to save: the rank that is told ends at once.
 
 When a rank fails alone, nobody may wait for it: a save that follows an exception first finds out whether all ranks came. Its process ends,
 the others see their connections to it close, and whoever started them ends what is left: torchrun, or rank 0 under Lightning's launcher.
@@ -31,7 +32,8 @@ from lightning_3d.data.workers import outlive_sigterm
 
 log = logging.getLogger(__name__)
 
-EXIT_CODE_SIGTERM = 143  # 128 + 15, as a shell reports it
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+EXIT_CODE_SIGTERM = 143  # 128 + 15, as a shell reports it; for SIGUSR1 too
 ARRIVAL_TIMEOUT_S = 5
 STOP_TIMEOUT_S = 30  # for the other processes to finish their loggers after an agreed stop
 FAILURE_TIMEOUT_S = 1  # for the other processes to say what they have to say after a failure
@@ -107,9 +109,10 @@ class EndTogether:
         self._store = mine or dist.TCPStore(host, port)
 
     def watch_signals(self) -> None:
-        """Take SIGTERM over from Lightning, whose handler communicates; Lightning restores what was before, at the end of the run."""
+        """Take the signals over from Lightning, whose handlers communicate; Lightning restores what was before, at the end of the run."""
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._ask)
+            for each in STOP_SIGNALS:
+                signal.signal(each, self._ask)
 
     def _ask(self, signum: int, frame: Any) -> None:
         if self._trainer.state.fn != TrainerFn.FITTING:
@@ -130,7 +133,7 @@ class EndTogether:
         progress.total.ready -= 1
         progress.current.ready -= 1
         progress.is_last_batch = False
-        log.info("Stopping at step %d, as asked by SIGTERM", self._trainer.global_step)
+        log.info("Stopping at step %d, as asked by a signal", self._trainer.global_step)
         raise SIGTERMException(EXIT_CODE_SIGTERM)
 
     def all_arrived(self) -> bool:

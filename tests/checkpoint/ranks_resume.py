@@ -146,6 +146,14 @@ class Noisy(LlamaModule):
         return super().training_step(batch, batch_idx) * (1 + torch.rand(()) + np.random.rand() + random.random())
 
 
+class Overflow(LlamaModule):
+    """The loss of the fifth step is infinite on rank 1."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        is_bad = batch_idx == 4 and self.global_rank == 1
+        return super().training_step(batch, batch_idx) * (torch.inf if is_bad else 1)
+
+
 class NoDecay(LlamaModule):
     """The same optimizer with other options."""
 

@@ -32,8 +32,8 @@ def rank_of(run: Run, rank: int) -> int:
     return int((run.folder / f"pid-{rank}").read_text())
 
 
-def tell_rank(rank: int) -> Callable[[Run], None]:
-    return lambda run: os.kill(rank_of(run, rank), signal.SIGTERM)
+def tell_rank(rank: int, signum: int = signal.SIGTERM) -> Callable[[Run], None]:
+    return lambda run: os.kill(rank_of(run, rank), signum)
 
 
 def tell_all(run: Run) -> None:
@@ -67,6 +67,7 @@ def test_sigterm_to_rank_0_and_on_with_it(start: Starter) -> None:
     [
         pytest.param("torchrun", tell_rank(1), 1, id="torchrun-rank_1"),
         pytest.param("lightning", tell_all, 143, id="lightning-all"),
+        pytest.param("lightning", tell_rank(1, signal.SIGUSR1), 143, id="lightning-usr1"),
         pytest.param("torchrun", tell_all, 1, id="torchrun-all"),
     ],
 )
