@@ -6,9 +6,8 @@ appears as it is made. Chosen greedily it is what `transformers` would make of t
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -69,7 +68,7 @@ def generate(
     ids = _numbers(prompt_ids) if prompt_ids is not None else source.encode(prompt, special_tokens)
     room = _room(source, ids, max_new_tokens)
     llama = source.load(device or ("cuda" if torch.cuda.is_available() else "cpu"), dtype)
-    _show(source, ids, stream(Decoder(llama, len(ids) + room), ids, choose, room, source.ends))
+    _show(source, ids, stream(Decoder(llama, len(ids) + room).read, ids, choose, room, source.ends))
 
 
 @dataclass(frozen=True)
@@ -173,11 +172,13 @@ def keep_likely(logits: Float[Tensor, "V"], top_k: int | None = None, top_p: flo
     return logits
 
 
-def stream(decoder: Decoder, ids: list[int], choose: Choose, max_new_tokens: int, ends: set[int] = frozenset()) -> Iterator[int]:  # type: ignore[assignment]
-    """The tokens that follow, up to and with one that ends the text."""
+def stream(
+    read: Callable[[list[int]], Float[Tensor, "V"]], ids: list[int], choose: Choose, max_new_tokens: int, ends: Collection[int] = ()
+) -> Iterator[int]:
+    """The tokens that follow, up to and with one that ends the text; ``read`` gives the logits after all that it was given."""
     piece = ids
     for _ in range(max_new_tokens):
-        token = choose(decoder.read(piece))
+        token = choose(read(piece))
         yield token
         if token in ends:
             return
@@ -213,25 +214,42 @@ def _room(source: Source, ids: list[int], max_new_tokens: int) -> int:
 
 def _show(source: Source, ids: list[int], tokens: Iterator[int]) -> None:
     """Print text as it comes, and at the end how fast it came (the first token, with the prompt, not counted)."""
-    write = _writer(source.tokenizer)
-    count, begin = 0, time.perf_counter()
-    for token in chain(ids, tokens):
-        print(write(token), end="", flush=True)
-        count += 1
-        if count == len(ids) + 1:
-            begin = time.perf_counter()
-    new, elapsed_s = count - len(ids), time.perf_counter() - begin
-    speed = f", {(new - 1) / elapsed_s:,.1f} tokens/s" if new > 1 else ""
-    sys.stdout.write("\n")
+    writer = _Writer(source.tokenizer)
+    begin = end = time.perf_counter()
+    new = 0
+    for token in ids:
+        writer.write(token)
+    for new, token in enumerate(tokens, 1):
+        writer.write(token)
+        end = time.perf_counter()
+        begin = end if new == 1 else begin
+    writer.close()
+    speed = f", {(new - 1) / (end - begin):,.1f} tokens/s" if new > 1 else ""
     sys.stderr.write(f"{new} tokens{speed}\n")
 
 
-def _writer(tokenizer: TextTokenizer | None) -> Callable[[int], str]:
-    """What to print for the next token: nothing while it is part of a letter."""
-    if tokenizer is None:
-        return lambda token: f"{token} "
-    decoder, backend = DecodeStream(skip_special_tokens=False), tokenizer.backend
-    return lambda token: decoder.step(backend, token) or ""
+class _Writer:
+    """Prints token by token; nothing for one that is part of a letter, until the letter is there."""
+
+    def __init__(self, tokenizer: TextTokenizer | None) -> None:
+        self._backend = tokenizer.backend if tokenizer else None
+        self._decoder = DecodeStream(skip_special_tokens=False)
+        self._ids: list[int] = []
+        self._shown = ""
+
+    def write(self, token: int) -> None:
+        self._ids.append(token)
+        self._print((self._decoder.step(self._backend, token) or "") if self._backend else f"{token} ")
+
+    def close(self) -> None:
+        if self._backend:  # the letters that were begun and not ended
+            self._print(self._backend.decode(self._ids, skip_special_tokens=False)[len(self._shown) :])
+        self._print("\n")
+
+    def _print(self, text: str) -> None:
+        self._shown += text
+        sys.stdout.write(text)
+        sys.stdout.flush()
 
 
 def _as_list(value: Any) -> list[int]:

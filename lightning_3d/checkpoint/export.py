@@ -66,7 +66,11 @@ def export(
     if known:
         _copy_tokenizer(Path(known), place)
     _finish(place, folder)
-    said = f"with the tokenizer {known}" if known else "without a tokenizer, since the run names none: give --tokenizer to add one"
+    said = (
+        f"with the tokenizer {known}"
+        if known
+        else "without a tokenizer, since the run names none that is here: give --tokenizer to add one"
+    )
     print(f"{weights.folder} -> {folder}, {said}")
 
 
