@@ -1,11 +1,14 @@
 """What it costs to read samples: shuffled windows of a Nanoset against the bare slices of memory maps that they are copied from.
 
-    python benchmarks/data.py [--tokens 64000000] [--repeats 9]
+    python benchmarks/data.py [--tokens 64000000] [--samples 100000000] [--repeats 9]
 
 Prints a table and writes benchmarks/results/data.json. One pass over a temporary folder of four files, with documents of about 500 tokens,
 in batches of 32 samples of 512 tokens; CPU time a sample. Targets: windows at most 1.3 times the bare slices, with positions in
 documents at most 2 times. Positions are measured twice: starts of documents are held in memory up to a size, and searched for
 in the files beyond it.
+
+The order is measured over four sets of 25 million samples: seconds until the first batch's samples are known (target: 1), where the order
+of all samples as an array takes 0.8 GB and their shuffling seconds; then CPU time a sample, as one of 1 and of 8 replicas.
 """
 
 from argparse import ArgumentParser
@@ -20,23 +23,31 @@ from figures import against_neighbours, now, shown, since, spread, write
 from rich.console import Console
 from rich.table import Table
 
+from lightning_3d.data.batches import Batches
+from lightning_3d.data.blend import Blend
 from lightning_3d.data.nanoset import Nanoset
 from lightning_3d.data.shards import WIDTHS, ShardWriter
+from lightning_3d.data.stream import Stream
+from lightning_3d.data.synthetic import SyntheticTokens
 
 SEQUENCE, ROWS, FILES, DOCUMENT = 512, 32, 4, 500
+WEIGHTS = [123_456_789, 98_765_432, 44_444_444, 17_777_777]
 WAYS: dict[str, float | None] = {"windows": 1.3, "windows, positions": 2.0, "windows, positions searched for": None}  # with targets
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=64_000_000)
+    parser.add_argument("--samples", type=int, default=100_000_000, help="of all sets, for the order")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results/data.json")
     parsed = parser.parse_args(argv)
     reads = {f"{8 * nbytes}-bit tokens": measure_reads(parsed.tokens, nbytes, parsed.repeats) for nbytes in WIDTHS}
+    order = measure_order(parsed.samples, parsed.tokens // SEQUENCE)
     show_reads(reads)
+    show_order(order, parsed.samples)
     setting = {"tokens": parsed.tokens, "files": FILES, "tokens_per_document": DOCUMENT, "sequence_length": SEQUENCE, "rows": ROWS}
-    write(parsed.output, {"reads": reads}, setting)
+    write(parsed.output, {"reads": reads, "order": order}, setting)
 
 
 def measure_reads(tokens: int, token_nbytes: int, repeats: int) -> dict[str, Any]:
@@ -116,6 +127,34 @@ def cpu_s(read: Callable[[], None]) -> float:
     start = now()
     read()
     return since(start).cpu_s
+
+
+def measure_order(in_all: int, samples: int) -> dict[str, float]:
+    """Seconds to the first batch, for an array of all ids too, and microseconds a sample."""
+    start = now()
+    sets = [SyntheticTokens(2, SEQUENCE, in_all // len(WEIGHTS)) for _ in WEIGHTS]
+    stream = Stream(sets, Blend(WEIGHTS), list(range(len(sets))))
+    Batches([stream], rows=ROWS, rank=0, replicas=1).place((0, 0))
+    result = {"first_batch_s": since(start).wall_s}
+    start = now()
+    np.random.default_rng(0).permutation(in_all)
+    result["array_s"] = since(start).wall_s
+    for replicas in (1, 8):
+        batches = Batches([stream], rows=ROWS, rank=0, replicas=replicas)
+        start = now()
+        for number in range(samples // ROWS):
+            batches.place((0, number * batches.stride))
+        result[f"us_{replicas}"] = 1e6 * since(start).cpu_s / (samples // ROWS * ROWS)
+    return result
+
+
+def show_order(order: dict[str, float], in_all: int) -> None:
+    table = Table("", "", "target", title=f"order of {in_all:,} samples over {len(WEIGHTS)} sets")
+    table.add_row("first batch", f"{order['first_batch_s']:.2f} s", "<= 1 s")
+    table.add_row("all of it as an array, for comparison", f"{order['array_s']:.2f} s", "")
+    table.add_row("a sample, 1 replica", f"{order['us_1']:.2f} us", "")
+    table.add_row("a sample, 8 replicas", f"{order['us_8']:.2f} us", "")
+    Console(width=120).print(table)
 
 
 def show_reads(reads: dict[str, Any]) -> None:

@@ -78,6 +78,12 @@ def _run_function(name: str, function: Function, argv: list[str]) -> None:
     class Parser(OneLineErrors, ArgumentParser):
         """The parser of one command."""
 
+    class NoAliases(yaml.SafeDumper):
+        """Writes what stands in two places twice."""
+
+        def ignore_aliases(self, data: object) -> bool:
+            return True
+
     module, attribute = function.path.rsplit(".", 1)
     run = getattr(import_module(module), attribute)
     parser = Parser(prog=f"lightning_3d {name}", description=function.help)
@@ -88,7 +94,7 @@ def _run_function(name: str, function: Function, argv: list[str]) -> None:
     options = parser.parse_args(_switched_on(argv, run))
     result = run(**{key: value for key, value in vars(options).items() if key != "config"})
     if result is not None:
-        print(yaml.safe_dump(result, sort_keys=False), end="")
+        print(yaml.dump(result, Dumper=NoAliases, sort_keys=False), end="")
 
 
 def _switched_on(argv: list[str], run: Callable[..., Any]) -> list[str]:

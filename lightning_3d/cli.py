@@ -19,8 +19,6 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-import lightning_3d.datamodule
-import lightning_3d.module  # noqa: F401  (jsonargparse knows a class by its last name once the class is imported)
 from lightning_3d.callbacks import Checkpoint
 from lightning_3d.checkpoint import latest_checkpoint
 from lightning_3d.errors import ConfigError

@@ -10,7 +10,7 @@ times the tokenizer's own time in every run (measured on 3 KB documents, dp 1 to
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import cached_property
 from itertools import islice
@@ -29,7 +29,7 @@ from lightning_3d.data.nanoset import IGNORE
 from lightning_3d.data.packing import PackedBatches, Packer, Place, Row, batch_of
 from lightning_3d.data.text import Source, open_text
 from lightning_3d.data.tokenizer import load_tokenizer
-from lightning_3d.data.workers import outlive_sigterm
+from lightning_3d.data.workers import outlive_sigterm, short_errors
 from lightning_3d.errors import ConfigError
 
 
@@ -182,7 +182,7 @@ class TextDataModule(LightningDataModule):
             worker_init_fn=outlive_sigterm,
             generator=torch.Generator(),
         )
-        for number, (batch, place) in enumerate(_one_line(loader), done + 1):
+        for number, (batch, place) in enumerate(short_errors(loader), done + 1):
             past = self._batches_done()
             self._places = {key: value for key, value in self._places.items() if key >= past} | {number: place}
             yield batch
@@ -303,11 +303,3 @@ class TextLoader:
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Do nothing: the place is asked for when iteration begins."""
-
-
-def _one_line(loader: Iterable[Any]) -> Iterator[Any]:
-    """Yield what a loader does; of a user's error in its worker, which comes with a traceback as its text, leave the last line."""
-    try:
-        yield from loader
-    except ConfigError as error:
-        raise ConfigError(str(error).strip().splitlines()[-1].removeprefix(f"{ConfigError.__module__}.ConfigError: ")) from error

@@ -78,7 +78,10 @@ def test_prepare(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(260)
 def test_data(tmp_path: Path) -> None:
-    reads = run("data.py", tmp_path / "data.json", "--tokens", "200000", "--repeats", "2")["reads"]
+    results = run("data.py", tmp_path / "data.json", "--tokens", "200000", "--samples", "10000", "--repeats", "2")
+    reads, order = results["reads"], results["order"]
+    assert set(order) == {"first_batch_s", "array_s", "us_1", "us_8"}
+    assert min(order.values()) > 0
     assert reads.keys() == {"16-bit tokens", "32-bit tokens"}
     for rows in reads.values():
         assert rows["bare slices"]["us"]["median"] > 0

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_3d.data.documents import positions_from_eos
 from lightning_3d.data.nanoset import IGNORE
 from lightning_3d.data.stream import InOrder, Stream
-from lightning_3d.data.workers import outlive_sigterm
+from lightning_3d.data.workers import outlive_sigterm, short_errors
 from lightning_3d.errors import ConfigError
 
 Batch = dict[str, Int64[Tensor, "n S"]]
@@ -127,7 +127,7 @@ class BatchLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         batches, keys = self.begin()
-        yield from DataLoader(
+        loader: DataLoader[Batch] = DataLoader(
             batches,
             batch_size=None,
             sampler=_Keys(keys, self.length),
@@ -136,6 +136,7 @@ class BatchLoader:
             worker_init_fn=outlive_sigterm,
             generator=torch.Generator(),
         )
+        yield from short_errors(loader)
 
     def state_dict(self) -> dict[str, int]:
         """Return nothing: the position is kept once, by the data module."""

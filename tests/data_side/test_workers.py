@@ -1,5 +1,6 @@
 """Workers read on when a scheduler sends SIGTERM to every process, and end when their rank does."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -33,12 +34,10 @@ def test_a_worker_that_is_told_to_end_reads_on() -> None:
 @pytest.mark.timeout(60)
 def test_told_again_it_ends() -> None:
     _iterator, worker = read_ahead()
-    tell_to_end(worker.pid or 0, wait_s=0.5)
+    os.kill(worker.pid or 0, signal.SIGTERM)
+    time.sleep(0.5)
     assert worker.is_alive()
-    with pytest.raises(RuntimeError, match="is killed by signal: Terminated"):
-        tell_to_end(worker.pid or 0, wait_s=30)
-
-
-def tell_to_end(pid: int, wait_s: float) -> None:
-    os.kill(pid, signal.SIGTERM)
-    time.sleep(wait_s)
+    with contextlib.suppress(RuntimeError):  # torch's own handler of dead workers, where no Trainer has taken it away
+        os.kill(worker.pid or 0, signal.SIGTERM)
+        worker.join(30)
+    assert worker.exitcode == -signal.SIGTERM
