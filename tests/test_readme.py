@@ -37,9 +37,10 @@ def run(command: list[str], folder: Path, timeout_s: int) -> str:
 @pytest.mark.timeout(900)
 def test_commands(copy: Path) -> None:
     assert len(COMMANDS) >= 4
-    for command in COMMANDS:  # in order: the later ones use what the earlier ones made
-        output = run(["bash", "-c", command], copy, 240)
-    assert "val_lm_loss" in output
+    outputs = {command: run(["bash", "-c", command], copy, 240) for command in COMMANDS}  # the later ones use what the earlier ones made
+    for name, text in {"validate": "val_lm_loss", "inspect": "tokens a document", "generate": "def __init__(self", "export": "->"}.items():
+        assert all(text in output for command, output in outputs.items() if f"lightning_3d {name} " in command), name
+    assert (copy / "runs/mine_hf/model.safetensors").is_file()
 
 
 @pytest.mark.timeout(300)

@@ -12,6 +12,7 @@ from collections import deque
 from statistics import fmean, pstdev
 from typing import Any
 
+from jaxtyping import Float
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
@@ -49,7 +50,7 @@ class SkipBadSteps(Callback):
         self._losses: list[Tensor] = []
 
     @override
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Float[Tensor, ""]) -> None:
         self._losses.append(loss.detach())
 
     @override
