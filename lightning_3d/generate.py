@@ -20,7 +20,7 @@ from lightning_3d.checkpoint.weights import CheckpointWeights
 from lightning_3d.data.tokenizer import TextTokenizer, load_tokenizer
 from lightning_3d.errors import ConfigError
 from lightning_3d.model.cache import Decoder
-from lightning_3d.model.hf import HFWeights, read_hf_json
+from lightning_3d.model.hf import HFWeights, read_token_ids
 from lightning_3d.model.llama import LlamaStage
 from lightning_3d.seeding import fill
 
@@ -96,11 +96,9 @@ class Source:
         folder = Path(path)
         weights = HFWeights(folder)
         known = tokenizer or (path if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")) else None)
-        settings: dict[str, Any] = {}
-        for name in ("config.json", "generation_config.json"):
-            settings |= {key: value for key, value in (read_hf_json(folder / name) or {}).items() if value is not None}
-        ends = _as_list(settings.get("eos_token_id"))
-        begins = _as_list(settings.get("bos_token_id")) or ends[:1]
+        ids = read_token_ids(folder)
+        ends = _as_list(ids["eos_token_id"])
+        begins = _as_list(ids["bos_token_id"]) or ends[:1]
         return cls(weights, load_tokenizer(known) if known else None, begins, set(ends))
 
     def encode(self, prompt: str | None, special_tokens: bool | None) -> list[int]:

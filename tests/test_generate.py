@@ -17,6 +17,7 @@ from lightning_3d.__main__ import main
 from lightning_3d.checkpoint.export import export
 from lightning_3d.errors import ConfigError
 from lightning_3d.generate import Source, keep_likely, sampler, stream
+from lightning_3d.model import cache
 from lightning_3d.model.cache import Decoder
 from lightning_3d.model.config import LlamaConfig
 from lightning_3d.model.llama import LlamaStage
@@ -60,7 +61,7 @@ def test_greedy_from_a_checkpoint_is_that_of_its_export_in_transformers(run: str
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (3, 1)])
-def test_the_cache_gives_the_logits_of_one_pass(heads: int, kv_heads: int) -> None:
+def test_the_cache_gives_the_logits_of_one_pass(heads: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float64, where no rounding hides a wrong position; whatever is read at first."""
     torch.manual_seed(heads)
     scaling = {"rope_type": "linear", "factor": 2.0}
@@ -68,10 +69,12 @@ def test_the_cache_gives_the_logits_of_one_pass(heads: int, kv_heads: int) -> No
     model = LlamaStage(config, range(2), first=True, last=True).double()
     ids = torch.randint(0, 50, (1, 20))
     whole = model(ids)[0]
-    for first in (1, 7, 19):
+    for pieces in ([1] * 20, [7] + [1] * 13, [19, 1], [5, 9, 1, 5]):
         decoder = Decoder(model, 20)
-        logits = [decoder.read(ids[0, :first].tolist())] + [decoder.read([token]) for token in ids[0, first:].tolist()]
-        torch.testing.assert_close(torch.stack(logits), whole[first - 1 :], rtol=0, atol=1e-12)
+        logits = [decoder.read(piece.tolist()) for piece in ids[0].split(pieces)]
+        torch.testing.assert_close(torch.stack(logits), whole[np.cumsum(pieces) - 1], rtol=0, atol=1e-12)
+    monkeypatch.setattr(cache, "PIECE_TOKENS", 6)
+    torch.testing.assert_close(Decoder(model, 20).read(ids[0].tolist()), whole[-1], rtol=0, atol=1e-12)
 
 
 @given(st.integers(0, 1000), st.one_of(st.none(), st.integers(1, 40)), st.one_of(st.none(), st.floats(0.01, 1.0)))

@@ -15,7 +15,7 @@ import torch
 from lightning_3d.checkpoint.weights import CheckpointWeights
 from lightning_3d.data.tokenizer import load_tokenizer
 from lightning_3d.errors import ConfigError
-from lightning_3d.model.hf import read_hf_json, to_hf_config, to_hf_name
+from lightning_3d.model.hf import read_token_ids, to_hf_config, to_hf_name
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -129,8 +129,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 def _token_ids(weights: CheckpointWeights, tokenizer: str | None) -> dict[str, Any]:
     """What begins and ends a text: as in the folder that the run began from, else by the tokenizer; `prepare` sets no BOS."""
     origin = weights.settings.get("init_from")
-    known = (read_hf_json(Path(origin) / "config.json") if origin else None) or {}
-    ids = {key: known.get(key) for key in ("bos_token_id", "eos_token_id")}
+    ids = read_token_ids(Path(origin)) if origin else {"bos_token_id": None, "eos_token_id": None}
     if tokenizer is None:
         return ids
     loaded, vocab_size = load_tokenizer(tokenizer), weights.config.vocab_size

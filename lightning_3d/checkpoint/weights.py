@@ -106,9 +106,13 @@ class CheckpointWeights:
 
 
 def _find(path: Path) -> Path:
-    folder = path if is_checkpoint(path) else latest_checkpoint(path)
-    if folder is None or folder.is_file():
+    folder = path if is_checkpoint(path) or path.is_file() else latest_checkpoint(path)
+    if folder is None:
         raise ConfigError(f"{path} is no whole sharded checkpoint and holds none: name a folder step-N, or one that holds such folders")
+    if folder.is_file():
+        raise ConfigError(
+            f"{folder} is a checkpoint in one file, as other strategies write it: name one that was written by ThreeDStrategy"
+        )
     if found := missing(folder):
         raise DamagedCheckpointError(f"{folder} is damaged: {found}; name an older one")
     return folder

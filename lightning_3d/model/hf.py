@@ -32,7 +32,7 @@ def from_hf_name(name: str) -> str:
     return name.removeprefix("model.")
 
 
-def to_hf_config(config: LlamaConfig, dtype: torch.dtype, **token_ids: int | None) -> dict[str, Any]:
+def to_hf_config(config: LlamaConfig, dtype: torch.dtype, **token_ids: Any) -> dict[str, Any]:
     """The content of a `config.json`, in the form that versions 4 and 5 of transformers read; token ids that it would assume are given."""
     shape = asdict(config) | {"num_key_value_heads": config.kv_heads, "head_dim": config.head_size}
     del shape["attn_implementation"]
@@ -66,6 +66,12 @@ def read_hf_json(path: Path) -> dict[str, Any] | None:
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON ({error}).") from None
+
+
+def read_token_ids(folder: Path) -> dict[str, Any]:
+    """What begins and what ends a text, an id or several: `bos_token_id`, `eos_token_id`; `generation_config.json` knows best."""
+    said = [read_hf_json(folder / name) or {} for name in ("generation_config.json", "config.json")]
+    return {key: next((file[key] for file in said if file.get(key) is not None), None) for key in ("bos_token_id", "eos_token_id")}
 
 
 def whole_names(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
@@ -109,7 +115,13 @@ class HFWeights:
         return self.read(name, (slice(0, 1),)).dtype
 
     def read(self, name: str, region: tuple[slice, ...] = (slice(None),)) -> Float[Tensor, "..."]:
-        """Part of a parameter, in the dtype of the file."""
+        """Part of a parameter, in the dtype of the file.
+
+        Raises:
+            ConfigError: a model that is more than a Llama has a parameter that the folder lacks.
+        """
+        if name not in self._files:
+            raise ConfigError(f"{self.folder} lacks {name}: it holds a Llama, and the model is more")
         with _open(self._files[name]) as file:
             return file.get_slice(to_hf_name(name))[region]
 

@@ -151,6 +151,10 @@ def test_what_cannot_be_exported_is_one_line(run: Any, tmp_path: Path, monkeypat
     folder = run[0]
     with pytest.raises(ConfigError, match=r"is no whole sharded checkpoint and holds none: name a folder step-N, or one that holds"):
         export(str(tmp_path), str(tmp_path / "out"))
+    (tmp_path / "step-1").write_bytes(b"a file of Lightning's")
+    for path in (tmp_path, tmp_path / "step-1"):
+        with pytest.raises(ConfigError, match=r"step-1 is a checkpoint in one file, as other strategies write it: name one that was"):
+            export(str(path), str(tmp_path / "out"))
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "file").touch()
     with pytest.raises(ConfigError, match=r"^output: .*there is there already: name a new folder, or remove it$"):

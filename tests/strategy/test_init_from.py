@@ -128,6 +128,20 @@ def test_a_shape_that_differs_is_named_before_anything_starts(change: dict[str, 
     assert str(error.value).startswith(message.format(folder=TIED))
 
 
+def test_the_folder_is_all_that_fit_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begins: dict[str, torch.Tensor] = {}
+    monkeypatch.setattr(
+        LlamaModule, "on_train_start", lambda self: begins.update({n: p.clone() for n, p in self.stages["0"].named_parameters()})
+    )
+    args = ["--trainer.accelerator", "cpu", "--trainer.devices", "1", "--trainer.logger", "false", "--trainer.max_steps", "1"]
+    data = ["--data", "SyntheticDataModule", "--data.vocab_size", "320", "--data.sequence_length", "16"]
+    options = ["--trainer.strategy", "auto", "--trainer.default_root_dir", str(tmp_path), "--trainer.enable_checkpointing", "false"]
+    assert main(["fit", *args, *options, "--model.init_from", str(TIED), *data]) == 0
+    theirs = tensors_of(TIED)
+    assert {to_hf_name(name) for name in begins} == theirs.keys()
+    assert all(torch.equal(weight, theirs[to_hf_name(name)]) for name, weight in begins.items())
+
+
 def test_fit_refuses_other_families_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = shutil.copytree(TIED, tmp_path / "folder")
     (folder / "config.json").write_text((folder / "config.json").read_text().replace('"llama"', '"qwen2"'))
