@@ -87,6 +87,7 @@ class NanosetDataModule(LightningDataModule):
         self.stages = Stages([first, *(data_stages or [])], sequence_length, self.open_train_set, seed)
         self.validation_set: Samples | None = _open_validation_set(validation_folder, sequence_length) if validation_folder else None
         self.validation_samples = validation_samples
+        self._check_tokenizers()
         self._model_vocab_size: int | None = None
         self._forget()
 
@@ -149,6 +150,17 @@ class NanosetDataModule(LightningDataModule):
                     f"it must be at least {largest + 1}"
                 )
         self._model_vocab_size = vocab_size
+
+    def _check_tokenizers(self) -> None:
+        """Ids of two tokenizers mean different things; folders of `prepare` say which theirs is."""
+        sets = [members for stage in self.stages.stages for members in stage.sets]
+        known: dict[str, Any] = {}
+        for members in [*sets, *([self.validation_set] if self.validation_set is not None else [])]:
+            if digest := getattr(members, "summary", {}).get("made_from", {}).get("tokenizer"):
+                known.setdefault(digest, members.folder)
+        if len(known) > 1:
+            first, second, *_ = known.values()
+            raise ConfigError(f"data: {first} and {second} were made by different tokenizers: prepare them with one")
 
     @override
     def setup(self, stage: str) -> None:

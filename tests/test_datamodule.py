@@ -3,7 +3,9 @@
 Tokens are their own positions, so that a batch names its samples.
 """
 
+import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -315,6 +317,19 @@ def test_vocabulary(folders: tuple[str, str]) -> None:
         ConfigError, match=r"data\.dataset_folder: .* has token ids up to 212, but the model's vocab_size is 212: .* at least 213"
     ):
         data.check_vocabulary(212)
+
+
+@pytest.mark.parametrize("key", ["dataset_folder", "validation_folder"])
+def test_two_tokenizers(folders: tuple[str, str], tmp_path: Path, key: str) -> None:
+    """As `prepare` notes them in nanoset.json."""
+    paths = [Path(shutil.copytree(folders[0], tmp_path / name)) for name in ("a", "b", "c")]
+    for path, digest in zip(paths, ("one", "one", "two"), strict=True):
+        (path / "nanoset.json").write_text(json.dumps({"made_from": {"tokenizer": digest}}))
+    a, b, c = map(str, paths)
+    keys: dict[str, Any] = {"dataset_folder": [a, b, c]} if key == "dataset_folder" else {"dataset_folder": [a, b], "validation_folder": c}
+    with pytest.raises(ConfigError, match=f"data: {a} and {c} were made by different tokenizers: prepare them with one"):
+        NanosetDataModule(sequence_length=S, **keys)
+    NanosetDataModule([a, b], S)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
