@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from lightning_3d.data.processes import in_processes
+from lightning_3d.data.prepare.processes import in_processes
 from lightning_3d.errors import ConfigError
 
 SCRIPT = """
 import os, sys, time
-from lightning_3d.data.processes import in_processes
+from lightning_3d.data.prepare.processes import in_processes
 from lightning_3d.errors import ConfigError
 
 def work(number):

@@ -15,7 +15,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from lightning_3d.data.prepare import prepare
-from lightning_3d.data.resume import Output
+from lightning_3d.data.prepare.resume import Output
 from lightning_3d.errors import ConfigError
 
 HERE = Path(__file__).parent

@@ -16,8 +16,8 @@ from pyarrow import parquet
 
 from lightning_3d.data.nanoset import Nanoset
 from lightning_3d.data.prepare import prepare
-from lightning_3d.data.records import Bad, LineCounter
-from lightning_3d.data.sources import cut_into_shards, find_sources
+from lightning_3d.data.prepare.records import Bad, LineCounter
+from lightning_3d.data.prepare.sources import cut_into_shards, find_sources
 from lightning_3d.errors import ConfigError
 
 BPE = str(Path(__file__).parent.parent / "data/tokenizer_bpe512")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from io import BufferedIOBase, BufferedReader
 from typing import Any
 
-from lightning_3d.data.records import Bad, Item, Piece, is_unicode, reason_for
+from lightning_3d.data.prepare.records import Bad, Item, Piece, is_unicode, reason_for
 
 BOM = b"\xef\xbb\xbf"
 BREAKS = (OSError, EOFError, zlib.error)

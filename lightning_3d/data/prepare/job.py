@@ -14,10 +14,10 @@ import numpy as np
 from jaxtyping import Int64
 
 from lightning_3d.data.order import sample_ids
-from lightning_3d.data.processes import in_processes
-from lightning_3d.data.records import Bad, Item, LineCounter, Piece, Source
-from lightning_3d.data.report import Bar, Tally, totals
-from lightning_3d.data.resume import Output
+from lightning_3d.data.prepare.processes import in_processes
+from lightning_3d.data.prepare.records import Bad, Item, LineCounter, Piece, Source
+from lightning_3d.data.prepare.report import Bar, Tally, totals
+from lightning_3d.data.prepare.resume import Output
 from lightning_3d.data.shards import ShardWriter, token_nbytes_for
 from lightning_3d.data.tokenizer import TextTokenizer
 from lightning_3d.errors import ConfigError

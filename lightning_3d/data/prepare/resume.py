@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_3d.data.nanoset import SUMMARY
-from lightning_3d.data.records import Bad
-from lightning_3d.data.report import Tally
+from lightning_3d.data.prepare.records import Bad
+from lightning_3d.data.prepare.report import Tally
 from lightning_3d.data.shards import Shard
 from lightning_3d.errors import ConfigError
 

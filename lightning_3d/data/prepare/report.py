@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_3d.data.records import Bad, LineCounter
+from lightning_3d.data.prepare.records import Bad, LineCounter
 
 SHOWN = 20  # bad records that a summary names
 

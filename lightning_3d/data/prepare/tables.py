@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from lightning_3d.data.files import file_stamp
-from lightning_3d.data.records import Bad, Item, Piece, even_pieces, is_unicode, reason_for
+from lightning_3d.data.prepare.files import file_stamp
+from lightning_3d.data.prepare.records import Bad, Item, Piece, even_pieces, is_unicode, reason_for
 from lightning_3d.errors import ConfigError
 
 BATCH_ROWS = 256

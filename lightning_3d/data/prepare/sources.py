@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_3d.data.files import JsonLines, TextFile
 from lightning_3d.data.order import sample_ids
-from lightning_3d.data.records import Piece, Source
-from lightning_3d.data.tables import ParquetFile, SavedDataset, StreamedDataset, forget_opened
+from lightning_3d.data.prepare.files import JsonLines, TextFile
+from lightning_3d.data.prepare.records import Piece, Source
+from lightning_3d.data.prepare.tables import ParquetFile, SavedDataset, StreamedDataset, forget_opened
 from lightning_3d.data.tokenizer import HUB_NAME
 from lightning_3d.errors import ConfigError
 

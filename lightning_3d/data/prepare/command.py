@@ -14,11 +14,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from lightning_3d.data.job import Job, digest, writing
 from lightning_3d.data.nanoset import SUMMARY
-from lightning_3d.data.report import Tally
-from lightning_3d.data.resume import Output, Summaries, write_whole
-from lightning_3d.data.sources import cut_into_shards, find_sources
+from lightning_3d.data.prepare.job import Job, digest, writing
+from lightning_3d.data.prepare.report import Tally
+from lightning_3d.data.prepare.resume import Output, Summaries, write_whole
+from lightning_3d.data.prepare.sources import cut_into_shards, find_sources
 from lightning_3d.data.tokenizer import TextTokenizer, load_tokenizer
 from lightning_3d.errors import ConfigError
 
