@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from lightning_3d.data import prepare as module
 from lightning_3d.data.nanoset import Nanoset
+from lightning_3d.data.prepare import command as module
 from lightning_3d.data.prepare import prepare
 from lightning_3d.errors import ConfigError
 
