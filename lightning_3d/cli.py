@@ -68,6 +68,10 @@ class CLI(LightningCLI):
         parser.add_argument("--print_plan", action="store_true", help="Print how each stage is split over the ranks, and start nothing.")
 
     @override
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        return super().instantiate_trainer(**joined_processes(self._get(self.config_init, "trainer.devices")), **kwargs)
+
+    @override
     def instantiate_classes(self) -> None:
         try:
             super().instantiate_classes()
@@ -82,6 +86,13 @@ class CLI(LightningCLI):
         options = self.config_init[self.command]
         if options.get("ckpt_path") in ("last", "auto"):
             options["ckpt_path"] = last_checkpoint(self.trainer, or_none=options["ckpt_path"] == "auto")
+
+
+def joined_processes(devices: Any) -> dict[str, int]:
+    """For ``trainer.devices: auto`` under torchrun: the processes that it started, which may be others after each restart."""
+    if devices != "auto" or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return {}
+    return {"devices": int(os.environ["LOCAL_WORLD_SIZE"]), "num_nodes": int(os.environ["GROUP_WORLD_SIZE"])}
 
 
 def plan_table(module: Any, datamodule: Any, strategy: Strategy) -> str:

@@ -39,7 +39,8 @@ class NanosetDataModule(LightningDataModule):
         dataset_folder: Nanoset to train on, written by `prepare` or by datatrove; or a list of several.
         sequence_length: tokens a sample.
         micro_batch_size: samples a microbatch.
-        batch_accumulation_per_replica: microbatches a batch, on each data-parallel replica.
+        batch_accumulation_per_replica: microbatches a batch, on each data-parallel replica; null: 1.
+        global_batch_samples: samples a batch over all replicas, instead: the same on any number of them that divides it.
         dataset_weights: share of each folder in the samples; null: by their sizes. At every moment shares are met within one sample.
         max_epochs: refuse to read a folder more often than this; one number for all, or one (or null) for each.
         data_stages: data that takes over at later steps.
@@ -60,7 +61,8 @@ class NanosetDataModule(LightningDataModule):
         dataset_folder: str | list[str],
         sequence_length: int,
         micro_batch_size: int = 1,
-        batch_accumulation_per_replica: int = 1,
+        batch_accumulation_per_replica: int | None = None,
+        global_batch_samples: int | None = None,
         dataset_weights: list[float] | None = None,
         max_epochs: float | list[float | None] | None = None,
         data_stages: list[DataStage] | None = None,
@@ -73,12 +75,18 @@ class NanosetDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         _require_at_least(1, sequence_length=sequence_length, micro_batch_size=micro_batch_size)
-        _require_at_least(1, batch_accumulation_per_replica=batch_accumulation_per_replica)
         _require_at_least(0, num_workers=num_workers)
-        if validation_samples is not None:
-            _require_at_least(1, validation_samples=validation_samples)
-        self.batch_accumulation_per_replica = batch_accumulation_per_replica
-        self.rows = micro_batch_size * batch_accumulation_per_replica
+        optional = {"batch_accumulation_per_replica": batch_accumulation_per_replica, "validation_samples": validation_samples}
+        _require_at_least(1, **{key: value for key, value in optional.items() if value is not None})
+        if global_batch_samples is not None and batch_accumulation_per_replica is not None:
+            raise ConfigError(
+                f"data.global_batch_samples={global_batch_samples} decides batch_accumulation_per_replica, which is given too "
+                f"({batch_accumulation_per_replica}): set one of them to null"
+            )
+        self.micro_batch_size = micro_batch_size
+        self.batch_accumulation_per_replica = batch_accumulation_per_replica or 1
+        self._global_batch_samples = global_batch_samples
+        self.split_over(1)
         self.num_workers = num_workers
         self.seed = seed
         self.sequence_length = sequence_length
@@ -105,6 +113,27 @@ class NanosetDataModule(LightningDataModule):
         """Where the tokenizer of the data lies, if it is here and the files name it; checkpoints keep it for `export` and `generate`."""
         first = self.stages.stages[0].sets[0]
         return str(first.tokenizer_path) if isinstance(first, Nanoset) and first.tokenizer_path else None
+
+    def split_over(self, replicas: int) -> None:
+        """Work out batch_accumulation_per_replica where global_batch_samples is given; called once dp is known.
+
+        Raises:
+            ConfigError: the batch cannot be split over so many replicas.
+        """
+        if (samples := self._global_batch_samples) is None:
+            return
+        _require_at_least(1, global_batch_samples=samples)
+        if samples % (self.micro_batch_size * replicas):
+            raise ConfigError(
+                f"data.global_batch_samples={samples} is not a multiple of micro_batch_size={self.micro_batch_size} x dp={replicas}: "
+                + _ways_to_split(samples, self.micro_batch_size, replicas)
+            )
+        self.batch_accumulation_per_replica = samples // (self.micro_batch_size * replicas)
+
+    @property
+    def rows(self) -> int:
+        """Samples of a batch on one replica."""
+        return self.micro_batch_size * self.batch_accumulation_per_replica
 
     @property
     def global_batch_samples(self) -> int:
@@ -164,6 +193,7 @@ class NanosetDataModule(LightningDataModule):
 
     @override
     def setup(self, stage: str) -> None:
+        self.split_over(self._replicas()[1])  # under a strategy that has not done so
         if self._batches_done() == 0:  # a new trainer; one that goes on with its fit keeps its place
             self._forget()
 
@@ -353,6 +383,18 @@ def _open_validation_set(folder: str, sequence_length: int) -> Nanoset:
         return Nanoset(folder, sequence_length)
     except ConfigError as error:
         raise ConfigError(f"data.validation_folder: {error}") from None
+
+
+def _ways_to_split(samples: int, micro_batch_size: int, replicas: int) -> str:
+    """What to do about a batch that cannot be split: the nearest dp, or the nearest batch."""
+    step = micro_batch_size * replicas
+    batches = [each for each in (samples // step * step, samples // step * step + step) if each]
+    change = f"set it to {' or '.join(map(str, batches))}"
+    if samples % micro_batch_size:
+        return change
+    fitting = [dp for dp in range(1, samples // micro_batch_size + 1) if samples // micro_batch_size % dp == 0]
+    nearest = [*[dp for dp in fitting if dp < replicas][-1:], *[dp for dp in fitting if dp > replicas][:1]]
+    return f"start processes for dp={' or '.join(map(str, nearest))}, or {change}"
 
 
 def _require_at_least(least: int, **values: int) -> None:

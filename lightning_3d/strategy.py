@@ -40,6 +40,7 @@ from lightning_3d.parallel.pipeline import Engine, TrainingRunner, check_engine
 from lightning_3d.parallel.stages import Layout, Stages
 from lightning_3d.parallel.step import StepRunner
 from lightning_3d.precision import with_global_clipping
+from lightning_3d.rendezvous import connect_under_torchrun
 
 
 class ThreeDStrategy(ModelParallelStrategy):
@@ -150,19 +151,23 @@ class ThreeDStrategy(ModelParallelStrategy):
         if started is not None and started != world_size:
             raise ConfigError(
                 f"trainer.devices={self.num_processes} x num_nodes={self.num_nodes} = {world_size}, but {started} processes were started: "
-                f"set trainer.devices to {started // self.num_nodes} (not auto)"
+                f"set trainer.devices to {started // self.num_nodes}"
             )
         self._dims = ParallelDims.resolve(world_size=world_size, **self._sizes)
         self._launcher = RankLauncher(self.check, self.cluster_environment, self.num_processes, self.num_nodes)
 
     def check(self, module: Any, datamodule: Any) -> None:
         """Whether this module can run in this layout; called before processes start (``checks.py`` says what is refused)."""
+        if hasattr(datamodule, "split_over"):
+            datamodule.split_over(self.dims.dp)
         check_run(module, datamodule, self.layout, engine=self.pp_engine, microbatches=self._microbatch_count(datamodule))
 
     @override
     def setup_environment(self) -> None:
         assert self.accelerator is not None
+        assert self.cluster_environment is not None
         self.accelerator.setup_device(self.root_device)
+        connect_under_torchrun(self.cluster_environment, self._get_process_group_backend(), self.root_device, self._timeout)
         self._setup_distributed()
         if self._mesh is None:  # fit, then test: new groups would leak
             self._mesh = Mesh.build(self.dims, self.root_device.type)

@@ -150,6 +150,35 @@ def test_same_stream_when_the_split_changes(folders: tuple[str, str], tmp_path: 
     assert [[sample for part in rows for sample in part] for rows in zip(*parts, strict=True)] == expected(40, 80, 8)
 
 
+@pytest.mark.parametrize("replicas", [1, 2, 3, 6])
+def test_the_global_batch_is_kept(folders: tuple[str, str], tmp_path: Path, replicas: int) -> None:
+    """Begun on two replicas, resumed on others: 12 samples a batch, of the same order."""
+    whole: dict[str, Any] = {"batch_accumulation_per_replica": None, "global_batch_samples": 12}
+    begun, _ = fit(folders, tmp_path / "begun", data=whole, replicas=2, max_steps=5)
+    assert [len(rows) for rows in begun.seen] == [6] * 5
+    parts = []
+    for rank in range(replicas):
+        again = {"data": whole, "rank": rank, "replicas": replicas, "ckpt_path": tmp_path / "begun/5.ckpt"}
+        module, trainer = fit(folders, tmp_path / f"{rank}", **again)
+        assert trainer.datamodule.batch_accumulation_per_replica == 6 // replicas
+        assert trainer.datamodule.global_batch_samples == 12
+        parts.append(module.seen)
+    assert [[sample for part in rows for sample in part] for rows in zip(*parts, strict=True)] == expected(60, 120, 12)
+
+
+@pytest.mark.parametrize(
+    ("samples", "replicas", "message"),
+    [
+        (12, 4, "is not a multiple of micro_batch_size=2 x dp=4: start processes for dp=3 or 6, or set it to 8 or 16"),
+        (12, 7, "is not a multiple of micro_batch_size=2 x dp=7: start processes for dp=6, or set it to 14"),
+        (13, 1, "is not a multiple of micro_batch_size=2 x dp=1: set it to 12 or 14"),
+    ],
+)
+def test_a_global_batch_that_cannot_be_kept(folders: tuple[str, str], samples: int, replicas: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^data\.global_batch_samples={samples} {message}$"):
+        NanosetDataModule(folders[0], S, 2, global_batch_samples=samples).split_over(replicas)
+
+
 def test_resume_with_another_global_batch(folders: tuple[str, str], tmp_path: Path) -> None:
     fit(folders, tmp_path / "begun", max_steps=5)
     resumed, trainer = fit(folders, tmp_path, data={"micro_batch_size": 3}, ckpt_path=tmp_path / "begun/5.ckpt")
@@ -297,6 +326,11 @@ def test_refuses_to_resume_another_stream(folders: tuple[str, str], tmp_path: Pa
         ({"micro_batch_size": 0}, r"data\.micro_batch_size is 0: give a whole number of at least 1"),
         ({"batch_accumulation_per_replica": -1}, r"data\.batch_accumulation_per_replica is -1"),
         ({"sequence_length": 0}, r"data\.sequence_length is 0"),
+        ({"global_batch_samples": 0}, r"data\.global_batch_samples is 0: give a whole number of at least 1"),
+        (
+            {"global_batch_samples": 8, "batch_accumulation_per_replica": 2},
+            r"data\.global_batch_samples=8 decides batch_accumulation_per_replica, which is given too \(2\): set one of them to null",
+        ),
         ({"num_workers": -1}, r"data\.num_workers is -1: give a whole number of at least 0"),
         ({"validation_samples": 0}, r"data\.validation_samples is 0"),
         ({"sequence_length": 500}, r"data\.dataset_folder: sequence_length 500 needs windows of 501 tokens, but .* holds 213 in all"),

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,13 +18,14 @@ LAUNCHERS = {"lightning": [], "torchrun": TORCHRUN}
 
 
 class Run:
-    """A command that is running, the leader of its own process group."""
+    """A command that is running, the leader of its own process group; its processes are known by a variable in their environment."""
 
     def __init__(self, command: list[str], folder: Path) -> None:
         self.folder = folder
-        self.log = folder / "output.txt"
+        self.name = f"END_TO_END_RUN={uuid.uuid4()}"
+        self.log = folder / f"output-{self.name[-4:]}.txt"
         with self.log.open("w") as file:
-            environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+            environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | dict([self.name.split("=")])
             self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=file, stderr=file, start_new_session=True)
 
     @property
@@ -46,14 +48,11 @@ class Run:
             time.sleep(0.05)
 
     def members(self) -> list[int]:
-        """Ids of the processes in its session that are running."""
+        """Ids of its processes that are running, also of those that torchrun gave a session of their own."""
         found = []
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                state, _, _, session = stat.read_text().rpartition(") ")[2].split()[:4]
-            except OSError:  # it has ended meanwhile
-                continue
-            found += [int(stat.parent.name)] if int(session) == self.process.pid and state != "Z" else []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):  # another user's, or one that has ended meanwhile
+                found += [int(path.parent.name)] if self.name.encode() in path.read_bytes() else []
         return found
 
     def close(self) -> None:

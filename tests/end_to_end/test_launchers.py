@@ -81,9 +81,9 @@ def shown(output: str, name: str) -> float:
     [
         ("lightning", {"strategy": {"dp": 2, "pp": 2}}, "dp=2 x tp=1 x pp=2 = 4, but there are 2 processes"),
         ("torchrun", {"strategy": {"dp": 2, "pp": 2}}, "dp=2 x tp=1 x pp=2 = 4, but there are 2 processes"),
-        ("torchrun", {"devices": "auto"}, "but 2 processes were started: set trainer.devices to 2 (not auto)"),
+        ("torchrun", {"devices": 3}, "trainer.devices=3 x num_nodes=1 = 3, but 2 processes were started: set trainer.devices to 2"),
     ],
-    ids=["lightning-product", "torchrun-product", "torchrun-auto"],
+    ids=["lightning-product", "torchrun-product", "torchrun-devices"],
 )
 def test_sizes_that_do_not_fit(launcher: str, changes: dict[str, Any], message: str, start: Starter) -> None:
     """One line from one process, before any other starts where none has been started yet."""
