@@ -37,6 +37,7 @@ from lightning_3d.parallel.evaluation import EvaluationRunner
 from lightning_3d.parallel.gradients import Gradients
 from lightning_3d.parallel.guard import BatchGuard
 from lightning_3d.parallel.pipeline import Engine, TrainingRunner, check_engine
+from lightning_3d.parallel.recompute import Recompute, check_recompute
 from lightning_3d.parallel.stages import Layout, Stages
 from lightning_3d.parallel.step import StepRunner
 from lightning_3d.precision import with_global_clipping
@@ -56,6 +57,7 @@ class ThreeDStrategy(ModelParallelStrategy):
         dp_replicate: number of copies under ``hsdp``; its shards span dp / dp_replicate ranks.
         sequence_parallel: keep S/tp of the hidden state on each tp rank between layers.
         batch_accumulation_per_replica: microbatches in a batch; None takes the data module's, else pp.
+        recompute: what the backward computes again to save memory: none, full, selective, or full in every n-th block.
         async_checkpoint: write checkpoints while training goes on; it waits only for a copy of the state.
         timeout_s: seconds after which a collective that waits for a lost rank fails.
     """
@@ -71,6 +73,7 @@ class ThreeDStrategy(ModelParallelStrategy):
         dp_replicate: int = 1,
         sequence_parallel: bool = False,
         batch_accumulation_per_replica: int | None = None,
+        recompute: Recompute = "none",
         async_checkpoint: bool = False,
         process_group_backend: str | None = None,
         timeout_s: float = 1800.0,
@@ -84,7 +87,8 @@ class ThreeDStrategy(ModelParallelStrategy):
             )
         self._sizes: dict[str, Any] = {"dp": dp, "tp": tp, "pp": pp, "replicate": dp_replicate}
         self.pp_engine, self.virtual_stages, self.data_parallel = pp_engine, virtual_stages, data_parallel
-        self.sequence_parallel = sequence_parallel
+        check_recompute(recompute)
+        self.sequence_parallel, self.recompute = sequence_parallel, recompute
         self.batch_accumulation_per_replica = batch_accumulation_per_replica
         self.last_grad_norm: Tensor | None = None
         self._dims: ParallelDims | None = None
@@ -120,7 +124,7 @@ class ThreeDStrategy(ModelParallelStrategy):
     @property
     def layout(self) -> Layout:
         """What decides which parameters lie on a rank."""
-        return Layout(self.dims, self.virtual_stages, self.data_parallel, self.sequence_parallel)
+        return Layout(self.dims, self.virtual_stages, self.data_parallel, self.sequence_parallel, self.recompute)
 
     @property
     def num_stages(self) -> int:

@@ -189,6 +189,8 @@ def change(content: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
         ("data.dataset_folder", "nowhere", ["data.dataset_folder", "nowhere", "prepare"]),
         ("trainer.strategy", {"tp": 2}, ["tp=2", "1 processes", "devices"]),
         ("trainer.strategy", {"data_parallel": "zero9"}, ["data_parallel", "zero2", "zero9"]),
+        ("trainer.strategy", {"recompute": "most"}, ["recompute", "selective", "most"]),
+        ("trainer.strategy", {"recompute": 0}, ["recompute=0", "selective", "every n-th block"]),
         ("trainer.accelerator", "cuda", ["CUDAAccelerator", "cpu"]),
         ("model", "nowhere.yaml", ["model", "nowhere.yaml"]),
     ],

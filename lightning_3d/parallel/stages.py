@@ -16,6 +16,7 @@ from lightning_3d.errors import ConfigError
 from lightning_3d.mesh import TP, Mesh, ParallelDims
 from lightning_3d.parallel.data import DataParallel, shard_stage
 from lightning_3d.parallel.plan import Row, apply_plan, full_numel, local_numel
+from lightning_3d.parallel.recompute import Recompute, recompute_blocks
 from lightning_3d.parallel.tensor import TensorParallel
 from lightning_3d.parallel.tied import find_tied
 
@@ -36,12 +37,13 @@ class StageBuilder(Protocol):
 
 @dataclass(frozen=True)
 class Layout:
-    """What decides which parameters, and which parts of them, lie on a rank."""
+    """What decides which parameters, and which parts of them, lie on a rank, and how its stages are built."""
 
     dims: ParallelDims
     virtual_stages: int = 1
     data_parallel: DataParallel = "ddp"
     sequence_parallel: bool = False
+    recompute: Recompute = "none"
 
     @property
     def num_stages(self) -> int:
@@ -82,6 +84,7 @@ class Stages:
                 parallelise(stage, mesh.parameter_mesh)
             elif tp is not None:
                 stages.partial |= set(apply_plan(stage, builder.tensor_parallel_plan, tp))
+            recompute_blocks(stage, layout.recompute)
             shard_stage(stage, mesh, layout.data_parallel)
             builder.init_stage(stage, device)
             stages.modules[index] = stage

@@ -39,6 +39,7 @@ class Layout:
     virtual: int = 1
     sequence_parallel: bool = False
     background: bool = False
+    recompute: Any = "none"
 
     @property
     def world_size(self) -> int:
@@ -68,6 +69,7 @@ class Layout:
             dp_replicate=2 if self.mode == "hsdp" else 1,
             sequence_parallel=self.sequence_parallel,
             async_checkpoint=self.background,
+            recompute=self.recompute,
         )
 
 
