@@ -34,4 +34,6 @@ def one_line(message: str) -> str:
     key = next((match[1] for line in lines if (match := re.match(r'Parser key "([^"]+)"', line))), "")
     reasons = list(dict.fromkeys(line for line in lines if not _FRAME.match(line))) or lines
     text = "; ".join(reasons).replace("Expected a dot import path string:", "no class is known by this name, give its full path:")
-    return (f"{key}: " if key else "") + text
+    given = next((match[1] for line in reversed(lines) if (match := re.match(r"Given value: (.*)", line))), "")
+    is_news = len(given) < 80 and given not in text and "(given:" not in text
+    return (f"{key}: " if key else "") + text + (f" (given: {given})" if is_news else "")
