@@ -68,6 +68,7 @@ class Checkpoint(pl_callbacks.Checkpoint):
         self.last_model_path = ""
         self._saved_step = 0  # or the step that the run began at
         self._saved_s = 0.0
+        self._is_training = False  # and the folder is this run's
         self._lock: TextIO | None = None
 
     @property
@@ -87,6 +88,7 @@ class Checkpoint(pl_callbacks.Checkpoint):
         problem = trainer.strategy.broadcast(self._take_folder(trainer) if trainer.is_global_zero else None)
         if problem:
             raise ConfigError(f"checkpoints_path={self.checkpoints_path} {problem}")
+        self._is_training = True
         if self.save_initial_state and not trainer.global_step:
             self._saved_step = -1
             self._save(trainer)
@@ -104,9 +106,11 @@ class Checkpoint(pl_callbacks.Checkpoint):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if _between_steps(trainer):  # and the strategy saves only if all ranks are here
-            self._save(trainer)
-        self._release()
+        try:
+            if self._is_training and _between_steps(trainer):  # and the strategy saves only if all ranks are here
+                self._save(trainer)
+        finally:
+            self._release()
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -114,31 +118,35 @@ class Checkpoint(pl_callbacks.Checkpoint):
 
     def _take_folder(self, trainer: Trainer) -> str | None:
         """On rank 0: why this run cannot write to its folder; else it is this run's until it ends."""
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector
+            return None
         beyond = whole_steps(self.checkpoints_path)[-1:]
         if beyond and beyond[0] > trainer.global_step:
             return (
                 f"holds step-{beyond[0]}, but this run begins at step {trainer.global_step}: "
                 "resume with ckpt_path=last, or choose another folder"
             )
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector
-            return None
-        Path(self.checkpoints_path).mkdir(parents=True, exist_ok=True)
-        self._lock, other = lock(Path(self.checkpoints_path) / LOCK_FILE)
-        if self._lock is None:
-            return f"is being written to by another run ({other}): wait for its end, or choose another folder"
-        clear_leftovers(self.checkpoints_path)
+        try:
+            Path(self.checkpoints_path).mkdir(parents=True, exist_ok=True)
+            self._lock, other = lock(Path(self.checkpoints_path) / LOCK_FILE)
+            if self._lock is None:
+                return f"is being written to by another run ({other}): wait for its end, or choose another folder"
+            clear_leftovers(self.checkpoints_path)
+        except OSError as error:
+            return f"cannot be written to ({error}): choose another folder"
         return None
 
     def _release(self) -> None:
+        self._is_training = False
         if self._lock is not None:
-            os.unlink(self._lock.name)
+            Path(self._lock.name).unlink(missing_ok=True)  # with its folder, by someone else
             self._lock.close()
             self._lock = None
 
     def _is_due(self, trainer: Trainer) -> bool:
         if trainer.global_step // self.checkpoint_interval > max(0, self._saved_step) // self.checkpoint_interval:
             return True
-        if self.interval_minutes is None or trainer.global_step == self._saved_step:
+        if self.interval_minutes is None or trainer.global_step == self._saved_step or not _between_steps(trainer):
             return False
         passed = time.monotonic() - self._saved_s > 60 * self.interval_minutes
         return trainer.strategy.reduce_boolean_decision(passed and trainer.is_global_zero, all=False)  # by the clock of rank 0
@@ -160,7 +168,10 @@ class Checkpoint(pl_callbacks.Checkpoint):
         """Of those that are whole; one that is still being written is counted the next time."""
         for step in whole_steps(self.checkpoints_path)[:-keep_last]:
             if not self.keep_every or step % self.keep_every:
-                remove(step_folder(self.checkpoints_path, step))
+                try:
+                    remove(step_folder(self.checkpoints_path, step))
+                except OSError as error:  # on rank 0 alone, which must not end for it
+                    log.warning("checkpoint step-%d could not be removed: %s", step, error)
 
     @staticmethod
     def _or_log(trainer: Trainer, action: Callable[[], None], *, is_last: bool = False) -> bool:

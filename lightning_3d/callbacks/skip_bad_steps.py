@@ -22,6 +22,7 @@ from typing_extensions import override
 from lightning_3d.callbacks.checkpoint import Checkpoint
 from lightning_3d.callbacks.grad_norm import total_norm
 from lightning_3d.callbacks.log_due import log_due
+from lightning_3d.checkpoint import latest_checkpoint
 from lightning_3d.errors import ConfigError
 
 
@@ -84,6 +85,7 @@ class SkipBadSteps(Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.skipped_steps, self._in_a_row = state_dict["skipped_steps"], state_dict["in_a_row"]
+        self._norms.clear()
         self._norms.extend(state_dict["norms"])
 
     def _is_bad(self, norm: float, losses: list[float]) -> str | None:
@@ -100,5 +102,6 @@ class SkipBadSteps(Callback):
 
 def _advice(trainer: Trainer) -> str:
     """Which checkpoint to go on from."""
-    paths = [callback.last_model_path for callback in trainer.checkpoint_callbacks if isinstance(callback, Checkpoint)]
-    return f"go on from {paths[0]}" if paths and paths[0] else "begin anew"
+    folders = [callback.checkpoints_path for callback in trainer.checkpoint_callbacks if isinstance(callback, Checkpoint)]
+    path = next(filter(None, map(latest_checkpoint, folders)), None) or trainer.ckpt_path  # what this run began from is older
+    return f"go on from {path}" if path else "begin anew"

@@ -56,6 +56,9 @@ def test_an_accumulation_is_one_step(fit: Any, tmp_path: Path) -> None:
 def test_a_trial_run_leaves_nothing(fit: Any, tmp_path: Path) -> None:
     fit(Checkpoint(str(tmp_path / "c"), 1), fast_dev_run=True, enable_checkpointing=True)
     assert not (tmp_path / "c").exists()
+    fit(Checkpoint(str(tmp_path / "d"), 4), enable_checkpointing=True)
+    fit(Checkpoint(str(tmp_path / "d"), 1), fast_dev_run=True, enable_checkpointing=True)  # and may be tried where a run has been
+    assert [path.name for path in (tmp_path / "d").iterdir()] == ["step-4"]
 
 
 def test_a_folder_belongs_to_one_run(fit: Any, tmp_path: Path) -> None:

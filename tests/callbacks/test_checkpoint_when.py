@@ -1,12 +1,15 @@
 """When Checkpoint saves, what it keeps, and whose folder it is."""
 
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch import Callback
 
 from lightning_3d import Checkpoint
 from lightning_3d.callbacks import checkpoint as module
@@ -45,6 +48,64 @@ def test_an_exception_between_two_steps_is_followed_by_a_save(fit: Any, tmp_path
     with pytest.raises(RuntimeError, match="out of coffee"):
         fit(Fails(), Checkpoint(str(tmp_path), 100), batches=8, enable_checkpointing=True)
     assert saved(tmp_path) == ["step-3"]
+
+
+class At(Callback):
+    """Does something before or after the batches of one step."""
+
+    def __init__(self, step: int, action: Callable[[], Any], hook: str = "on_train_batch_start") -> None:
+        setattr(self, hook, lambda trainer, *_: action() if trainer.global_step == step else None)
+
+
+def fail() -> None:
+    raise RuntimeError("out of coffee")
+
+
+def test_the_clock_waits_for_the_end_of_an_accumulation(fit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of half an accumulation are in no checkpoint; steps are of 4 batches, and the clock would save after 7 and 11."""
+    minutes = iter(range(1000))
+    monkeypatch.setattr(module.time, "monotonic", lambda: 60.0 * next(minutes))
+    batches: list[int] = []
+    see = Callback()
+    see.on_save_checkpoint = lambda trainer, *_: batches.append(trainer.fit_loop.epoch_loop.batch_progress.current.processed)  # type: ignore[method-assign]
+    fit(Checkpoint(str(tmp_path), 100, interval_minutes=1.5), see, batches=16, accumulate_grad_batches=4, enable_checkpointing=True)
+    assert batches == [8, 16]
+
+
+def test_an_exception_before_training_is_not_followed_by_a_save(fit: Any, tmp_path: Path) -> None:
+    """The folder may be another run's."""
+    fit(Checkpoint(str(tmp_path / "a"), 4), batches=4, enable_checkpointing=True)
+    resumed: dict[str, Any] = {"ckpt_path": str(tmp_path / "a/step-4"), "max_epochs": 2, "enable_checkpointing": True}
+    with pytest.raises(RuntimeError, match="out of coffee"):
+        fit(At(4, fail, "on_train_start"), Checkpoint(str(tmp_path / "b"), 4), **resumed)
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_folder_that_is_gone_hides_no_error(fit: Any, tmp_path: Path) -> None:
+    def lose() -> None:
+        shutil.rmtree(tmp_path / "a")
+        fail()
+
+    with pytest.raises(RuntimeError, match="out of coffee"):
+        fit(At(0, lose), Checkpoint(str(tmp_path / "a"), 9), enable_checkpointing=True)
+
+
+def test_an_old_one_that_cannot_be_removed(fit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    def busy(path: Path) -> None:
+        raise OSError(f"{path.name} is busy")
+
+    monkeypatch.setattr(module, "remove", busy)
+    fit(Checkpoint(str(tmp_path), 2, keep_last=1), enable_checkpointing=True)
+    assert saved(tmp_path) == ["step-2", "step-4"]
+    assert "step-2 could not be removed: step-2 is busy" in caplog.text
+
+
+def test_a_folder_that_cannot_be(fit: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        ConfigError, match=r"^checkpoints_path=.*/file/a cannot be written to \(.*Not a directory.*\): choose another folder$"
+    ):
+        fit(Checkpoint(str(tmp_path / "file/a"), 2), enable_checkpointing=True)
 
 
 def test_one_run_a_folder(fit: Any, tmp_path: Path) -> None:

@@ -50,6 +50,17 @@ def test_too_many_in_a_row_end_the_run(fit: Any, tmp_path: Path) -> None:
     assert len(model.weights) == 7
 
 
+def test_the_advice_after_a_resume(fit: Any, tmp_path: Path) -> None:
+    """Nothing saved since: the checkpoint that this run began from."""
+    settings: dict[str, Any] = {"enable_checkpointing": True, "max_epochs": 2}
+    fit(Checkpoint(str(tmp_path / "c"), 4), model=Bad({}), enable_checkpointing=True)
+    bad = {step: float("nan") for step in range(4, 8)}
+    for folder in ("c", "d"):
+        callbacks = SkipBadSteps(max_in_a_row=1), Checkpoint(str(tmp_path / folder), 9)
+        with pytest.raises(ConfigError, match=rf"steps 5 to 6 were bad .*; go on from {tmp_path}/c/step-4, with"):
+            fit(*callbacks, model=Bad(bad), ckpt_path=str(tmp_path / "c/step-4"), **settings)
+
+
 def test_spikes(fit: Any) -> None:
     """The norm falls slowly, 2.2, 2.1, ...; ten times as much is skipped once there are norms to compare with."""
     model = Bad({0: 10.0, 6: 10.0, 8: 1.01})
