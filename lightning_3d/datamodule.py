@@ -18,7 +18,6 @@ from itertools import count, islice
 from typing import Any
 
 import numpy as np
-from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
@@ -28,11 +27,12 @@ from lightning_3d.data.stages import DataStage, Stages
 from lightning_3d.data.stream import InOrder, Samples, Stream
 from lightning_3d.data.synthetic import SyntheticTokens
 from lightning_3d.errors import ConfigError
+from lightning_3d.replica_data import ReplicaDataModule
 
 LOOK_AT_TOKENS = 1 << 20  # of each set, before training begins
 
 
-class NanosetDataModule(LightningDataModule):
+class NanosetDataModule(ReplicaDataModule):
     """Batches {"input_ids", "labels"} of shape (micro_batch_size * batch_accumulation_per_replica, sequence_length).
 
     Args:
@@ -131,16 +131,6 @@ class NanosetDataModule(LightningDataModule):
         self.batch_accumulation_per_replica = samples // (self.micro_batch_size * replicas)
 
     @property
-    def rows(self) -> int:
-        """Samples of a batch on one replica."""
-        return self.micro_batch_size * self.batch_accumulation_per_replica
-
-    @property
-    def global_batch_samples(self) -> int:
-        """Samples of one Trainer batch over all data-parallel replicas."""
-        return self.rows * self._replicas()[1]
-
-    @property
     def global_batch_tokens(self) -> int:
         """Tokens of one Trainer batch over all data-parallel replicas: of the last one, or before training of the first."""
         stage = bisect_right(self._begins(), max(0, self.consumed_samples - 1)) - 1
@@ -159,7 +149,7 @@ class NanosetDataModule(LightningDataModule):
     @property
     def consumed_samples(self) -> int:
         """Samples trained on, over all replicas and since the first step of the run: the position in the stream."""
-        return self._resumed_samples + (self._batches_done() - self._resumed_batches) * self.global_batch_samples
+        return self._resumed_samples + (self.batches_done - self._resumed_batches) * self.global_batch_samples
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse data whose token ids the model does not have; batches are then checked as they are read, too.
@@ -193,13 +183,13 @@ class NanosetDataModule(LightningDataModule):
 
     @override
     def setup(self, stage: str) -> None:
-        self.split_over(self._replicas()[1])  # under a strategy that has not done so
-        if self._batches_done() == 0:  # a new trainer; one that goes on with its fit keeps its place
+        self.split_over(self.replicas[1])  # under a strategy that has not done so
+        if self.batches_done == 0:  # a new trainer; one that goes on with its fit keeps its place
             self._forget()
 
     @override
     def train_dataloader(self) -> BatchLoader:
-        return BatchLoader(self._begin_training, self._epoch_batches(), self.num_workers, self._on_cuda())
+        return BatchLoader(self._begin_training, self._epoch_batches(), self.num_workers, self.pins_memory)
 
     def _begin_training(self) -> tuple[Batches, Iterator[Key]]:
         begins = self._begins()
@@ -218,7 +208,7 @@ class NanosetDataModule(LightningDataModule):
     def _last_position(self) -> int:
         """Samples that the whole run will have consumed; at least an epoch's where nothing limits it."""
         epochs = 1 if self._runs_by_steps() or self.trainer is None else max(1, self.trainer.max_epochs or 1)
-        return self.consumed_samples + (epochs * self._epoch_batches() - self._batches_done()) * self.global_batch_samples
+        return self.consumed_samples + (epochs * self._epoch_batches() - self.batches_done) * self.global_batch_samples
 
     @override
     def val_dataloader(self) -> BatchLoader | list[BatchLoader]:
@@ -232,14 +222,14 @@ class NanosetDataModule(LightningDataModule):
             lambda: (self._batches([stream]), ((0, position) for position in count(0, stride))),
             -(-num_samples // stride),
             self.num_workers,
-            self._on_cuda(),
+            self.pins_memory,
         )
 
     test_dataloader = val_dataloader
     predict_dataloader = val_dataloader
 
     def _batches(self, streams: list[Stream] | list[InOrder]) -> Batches:
-        rank, replicas = self._replicas()
+        rank, replicas = self.replicas
         documents, vocab_size = self.documents, self._model_vocab_size
         return Batches(streams, rows=self.rows, rank=rank, replicas=replicas, vocab_size=vocab_size, documents=documents)
 
@@ -267,26 +257,12 @@ class NanosetDataModule(LightningDataModule):
         """Where training goes on; `overfit_batches` means the same batches each epoch."""
         return 0 if getattr(self.trainer, "overfit_batches", 0) else self.consumed_samples
 
-    def _batches_done(self) -> int:
-        """Batches that the trainer has trained on since the run began: Lightning restores this count with the checkpoint."""
-        if self.trainer is None:
-            return 0
-        return self.trainer.fit_loop.epoch_loop.batch_progress.total.processed  # type: ignore[attr-defined]  # declared as its base
-
-    def _replicas(self) -> tuple[int, int]:
-        """Return (coord on the dp axis, size of the dp axis)."""
-        kwargs = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) if self.trainer is not None else None
-        return (kwargs["rank"], kwargs["num_replicas"]) if kwargs else (0, 1)
-
-    def _on_cuda(self) -> bool:
-        return self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
-
     @override
     def state_dict(self) -> dict[str, Any]:
         begun = [0, *(begin for begin in self._begins()[1:] if begin < self.consumed_samples)]
         return {
             "consumed_samples": self.consumed_samples,
-            "batches": self._batches_done(),
+            "batches": self.batches_done,
             "step": self.trainer.global_step if self.trainer is not None else 0,
             "begun": begun,
             "seed": self.seed,

@@ -31,7 +31,7 @@ from lightning_3d.checks import check_run
 from lightning_3d.errors import ConfigError
 from lightning_3d.interrupt import EndTogether, RankLauncher, init_worker
 from lightning_3d.mesh import Mesh, ParallelDims
-from lightning_3d.optim.clipping import clip_values, gradient_norm, scale_to_norm
+from lightning_3d.optim.clipping import clip_values, gradient_norm, gradients_of, parameters_of, scale_to_norm
 from lightning_3d.parallel.data import DATA_PARALLEL_MODES, DataParallel, start_equal
 from lightning_3d.parallel.evaluation import EvaluationRunner
 from lightning_3d.parallel.gradients import Gradients
@@ -98,7 +98,7 @@ class ThreeDStrategy(ModelParallelStrategy):
         self._step: StepRunner
         self._accumulating = False
         self._zero_grad_is_next = False
-        self._together = EndTogether(self)
+        self.together = EndTogether(self)
         self.saver = Saver(in_background=async_checkpoint)
         self.resume_from_older = False  # where the checkpoint to load is damaged
 
@@ -176,7 +176,7 @@ class ThreeDStrategy(ModelParallelStrategy):
         if self._mesh is None:  # fit, then test: new groups would leak
             self._mesh = Mesh.build(self.dims, self.root_device.type)
             self._device_mesh = self._mesh.device_mesh
-            self._together.connect()
+            self.together.connect()
             self.saver.connect()
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
@@ -258,7 +258,7 @@ class ThreeDStrategy(ModelParallelStrategy):
 
     @override
     def on_train_start(self) -> None:
-        self._together.watch_signals()
+        self.together.watch_signals()
 
     on_validation_start = on_test_start = on_predict_start = on_train_start
 
@@ -266,7 +266,7 @@ class ThreeDStrategy(ModelParallelStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         begins_step = batch_idx % self._module.trainer.accumulate_grad_batches == 0
         if begins_step:  # the gradients of half an accumulation are in no checkpoint
-            self._together.stop_if_asked()
+            self.together.stop_if_asked()
         self._guard.check(batch)
         own = any(is_overridden(hook, self._module) for hook in ("optimizer_zero_grad", "on_before_zero_grad"))  # may keep or read them
         self._zero_grad_is_next = self._module.automatic_optimization and begins_step and not own
@@ -306,15 +306,15 @@ class ThreeDStrategy(ModelParallelStrategy):
     def gradient_norm(self, optimizer: Optimizer | None = None, norm_type: float = 2.0) -> Float[Tensor, ""]:
         """The norm of the gradients that the optimizer (else all of them) is about to use, over the whole model; collective."""
         assert self._gradients is not None
-        of = None if optimizer is None else _parameters_of(optimizer)
+        of = None if optimizer is None else parameters_of(optimizer)
         return gradient_norm(self._gradients.counted_once(of), self.mesh, norm_type)
 
     def _clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
         self.last_grad_norm = self.gradient_norm(optimizer)
-        scale_to_norm(_gradients_of(optimizer), self.last_grad_norm, max_norm)
+        scale_to_norm(gradients_of(optimizer), self.last_grad_norm, max_norm)
 
     def _clip_value(self, optimizer: Optimizer, limit: float) -> None:
-        clip_values(_gradients_of(optimizer), limit)
+        clip_values(gradients_of(optimizer), limit)
 
     # ---- reductions ------------------------------------------------------------------------------------------------------
 
@@ -331,7 +331,7 @@ class ThreeDStrategy(ModelParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if not self._together.is_lost:
+        if not self.together.is_lost:
             super().barrier(name)
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------------
@@ -359,7 +359,7 @@ class ThreeDStrategy(ModelParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         if storage_options is not None:
             raise ConfigError("storage_options of save_checkpoint() have no effect on sharded checkpoints: leave them out")
-        if self._together.all_arrived():
+        if self.together.all_arrived():
             optimizers = self.optimizers if "optimizer_states" in checkpoint else []  # not there: weights only
             self.saver.save(self.broadcast(str(filepath)), self._module, optimizers, checkpoint, layout=str(self.dims))
 
@@ -390,12 +390,4 @@ class ThreeDStrategy(ModelParallelStrategy):
         self.saver.close()
         super().teardown()
         assert isinstance(self._launcher, RankLauncher)
-        self._together.after(self._launcher)
-
-
-def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _gradients_of(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter.grad for parameter in _parameters_of(optimizer) if parameter.grad is not None]
+        self.together.after(self._launcher)

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -31,9 +30,10 @@ from lightning_3d.data.text import Source, open_text
 from lightning_3d.data.tokenizer import load_tokenizer
 from lightning_3d.data.workers import outlive_sigterm, short_errors
 from lightning_3d.errors import ConfigError
+from lightning_3d.replica_data import ReplicaDataModule
 
 
-class TextDataModule(LightningDataModule):
+class TextDataModule(ReplicaDataModule):
     """Batches {"input_ids", "labels"} of shape (micro_batch_size * batch_accumulation_per_replica, sequence_length).
 
     Args:
@@ -88,7 +88,7 @@ class TextDataModule(LightningDataModule):
             raise ConfigError(f"data.num_workers is {num_workers!r}: give 0 or 1, since the order is that of one reader")
         self.sequence_length, self.sequence_lengths = sequence_length, [sequence_length]
         self.batch_accumulation_per_replica = batch_accumulation_per_replica
-        self.rows = micro_batch_size * batch_accumulation_per_replica
+        self.micro_batch_size = micro_batch_size
         self.mask_documents, self.validation_samples, self.num_workers, self.seed = mask_documents, validation_samples, num_workers, seed
         self.tokenizer = load_tokenizer(tokenizer, eos_token)
         self.tokenizer_path = os.path.abspath(tokenizer) if os.path.exists(tokenizer) else tokenizer
@@ -123,11 +123,6 @@ class TextDataModule(LightningDataModule):
         return self.tokenizer.vocab_size
 
     @property
-    def global_batch_samples(self) -> int:
-        """Samples of one Trainer batch over all data-parallel replicas."""
-        return self.rows * self._replicas()[1]
-
-    @property
     def global_batch_tokens(self) -> int:
         """Tokens of one Trainer batch over all data-parallel replicas."""
         return self.global_batch_samples * self.sequence_length
@@ -151,7 +146,7 @@ class TextDataModule(LightningDataModule):
         Raises:
             ConfigError: they do not.
         """
-        if self._batches_done() == 0:  # a new trainer; one that goes on with its fit keeps its place
+        if self.batches_done == 0:  # a new trainer; one that goes on with its fit keeps its place
             self._places = {0: Place()}
         streams = self._gather(self._stream())
         if odd := next((rank for rank, stream in enumerate(streams) if stream != streams[0]), 0):
@@ -171,24 +166,24 @@ class TextDataModule(LightningDataModule):
 
     def _train_batches(self) -> Iterator[Batch]:
         """Yield batches from the place behind the last batch trained on, and note the place behind each."""
-        done = self._batches_done()
+        done = self.batches_done
         begin = Place() if getattr(self.trainer, "overfit_batches", 0) else self._places[done]
         batches = PackedBatches(self._packer(), begin, self.rows, self.mask_documents)
         loader = DataLoader(
             batches,
             batch_size=None,
             num_workers=self.num_workers,
-            pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
+            pin_memory=self.pins_memory,
             worker_init_fn=outlive_sigterm,
             generator=torch.Generator(),
         )
         for number, (batch, place) in enumerate(short_errors(loader), done + 1):
-            past = self._batches_done()
+            past = self.batches_done
             self._places = {key: value for key, value in self._places.items() if key >= past} | {number: place}
             yield batch
 
     def _packer(self) -> Packer:
-        rank, replicas = self._replicas()
+        rank, replicas = self.replicas
         return Packer(self.train_source, self.tokenizer, self.sequence_length, rank, replicas)
 
     @override
@@ -214,29 +209,21 @@ class TextDataModule(LightningDataModule):
         empty = np.zeros(self.sequence_length + 1, np.int64)
         none = Row(np.full_like(empty, IGNORE), empty, Place())
         for begin in range(0, len(self.validation_rows), self.global_batch_samples):
-            first = begin + self._replicas()[0] * self.rows
+            first = begin + self.replicas[0] * self.rows
             rows = self.validation_rows[first : first + self.rows]
             yield batch_of(rows + [none] * (self.rows - len(rows)), self.mask_documents)
 
     # ---- position --------------------------------------------------------------------------------------------------------
 
-    def _batches_done(self) -> int:
-        """Batches that the trainer has trained on since the run began: Lightning restores this count with the checkpoint."""
-        if self.trainer is None:
-            return 0
-        return self.trainer.fit_loop.epoch_loop.batch_progress.total.processed  # type: ignore[attr-defined]  # declared as its base
-
-    def _replicas(self) -> tuple[int, int]:
-        """Return (coord on the dp axis, size of the dp axis)."""
-        kwargs = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) if self.trainer is not None else None
-        return (kwargs["rank"], kwargs["num_replicas"]) if kwargs else (0, 1)
-
     def _gather(self, own: Any) -> list[Any]:
-        """Return what each rank has.
+        """Return what each rank has; its own alone where a rank is lost, since no checkpoint is written then.
 
         Communication: all_gather_object over all ranks, some hundred bytes each.
         """
         if self.trainer is None or self.trainer.world_size == 1:
+            return [own]
+        together = getattr(self.trainer.strategy, "together", None)
+        if together is not None and not together.all_arrived():
             return [own]
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, own)
@@ -255,9 +242,9 @@ class TextDataModule(LightningDataModule):
     @override
     def state_dict(self) -> dict[str, Any]:
         """Return the places of all coords; Lightning calls it on every rank."""
-        rank, replicas = self._replicas()
-        everyone = self._gather((rank, asdict(self._places[self._batches_done()])))
-        return {"replicas": replicas, "places": dict(everyone), "batches": self._batches_done(), "stream": self._stream()}
+        rank, replicas = self.replicas
+        everyone = self._gather((rank, asdict(self._places[self.batches_done])))
+        return {"replicas": replicas, "places": dict(everyone), "batches": self.batches_done, "stream": self._stream()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -271,7 +258,7 @@ class TextDataModule(LightningDataModule):
         for key, now in self._stream().items():
             if (then := state_dict["stream"][key]) != now:
                 raise ConfigError(f"data.{key}: the checkpoint was trained with {then}, this run has {now}: resume with the same")
-        rank, replicas = self._replicas()
+        rank, replicas = self.replicas
         if state_dict["replicas"] != replicas:
             raise ConfigError(
                 f"dp={replicas}: the checkpoint was trained with dp={state_dict['replicas']}, where each replica packed documents of its "

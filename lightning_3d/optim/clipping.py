@@ -13,6 +13,7 @@ import torch.distributed as dist
 from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from lightning_3d.mesh import DP, REPLICATE, SHARD, TP, Mesh
 from lightning_3d.parallel.data import local
@@ -60,3 +61,13 @@ def clip_values(gradients: Iterable[Tensor], limit: float) -> None:
     """Clamp every element to [-limit, limit], in place."""
     for gradient in gradients:
         local(gradient).clamp_(-limit, limit)
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """All parameters of an optimizer."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def gradients_of(optimizer: Optimizer) -> list[Tensor]:
+    """The gradients that an optimizer is about to use."""
+    return [parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None]
