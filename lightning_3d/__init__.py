@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from lightning_3d.callbacks import Throughput as Throughput
     from lightning_3d.checkpoint import latest_checkpoint as latest_checkpoint
     from lightning_3d.datamodule import NanosetDataModule as NanosetDataModule
-    from lightning_3d.datamodule import SyntheticDataModule as SyntheticDataModule
     from lightning_3d.module import LlamaModule as LlamaModule
     from lightning_3d.module import PipelineMixin as PipelineMixin
     from lightning_3d.strategy import ThreeDStrategy as ThreeDStrategy
+    from lightning_3d.synthetic_datamodule import SyntheticDataModule as SyntheticDataModule
     from lightning_3d.text_datamodule import TextDataModule as TextDataModule
 
 __version__ = "0.1.0"
@@ -29,7 +29,7 @@ _HOME = {
     "PipelineMixin": "module",
     "LlamaModule": "module",
     "NanosetDataModule": "datamodule",
-    "SyntheticDataModule": "datamodule",
+    "SyntheticDataModule": "synthetic_datamodule",
     "TextDataModule": "text_datamodule",
     "Checkpoint": "callbacks",
     "GradNorm": "callbacks",

@@ -13,7 +13,6 @@ whatever passes over the data that takes; else an epoch is one pass, and what a 
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from functools import partial
 from itertools import count, islice
 from typing import Any
 
@@ -25,7 +24,6 @@ from lightning_3d.data.batches import Batches, BatchLoader, Key
 from lightning_3d.data.nanoset import Nanoset
 from lightning_3d.data.stages import DataStage, Stages
 from lightning_3d.data.stream import InOrder, Samples, Stream
-from lightning_3d.data.synthetic import SyntheticTokens
 from lightning_3d.errors import ConfigError
 from lightning_3d.replica_data import ReplicaDataModule
 
@@ -193,6 +191,7 @@ class NanosetDataModule(ReplicaDataModule):
 
     def _begin_training(self) -> tuple[Batches, Iterator[Key]]:
         begins = self._begins()
+        self._check_accumulation()
         self.stages.check_epochs(begins, self._last_position())
         return self._batches(self.stages.streams(begins)), self._train_keys(begins)
 
@@ -206,9 +205,40 @@ class NanosetDataModule(ReplicaDataModule):
         return max(1, len(self.stages.stages[0]) // self.global_batch_samples)
 
     def _last_position(self) -> int:
-        """Samples that the whole run will have consumed; at least an epoch's where nothing limits it."""
-        epochs = 1 if self._runs_by_steps() or self.trainer is None else max(1, self.trainer.max_epochs or 1)
-        return self.consumed_samples + (epochs * self._epoch_batches() - self.batches_done) * self.global_batch_samples
+        """Samples that the whole run will have consumed; an epoch's where nothing limits it."""
+        epoch, trainer = self._epoch_batches(), self.trainer
+        if trainer is None:
+            return epoch * self.global_batch_samples
+        epoch = int(min(epoch, trainer.num_training_batches))
+        if trainer.overfit_batches:  # type: ignore[attr-defined]  # set by a connector
+            return epoch * self.global_batch_samples
+        batches = max(1, trainer.max_epochs or 1) * epoch - self.batches_done
+        if trainer.max_steps > 0:
+            of_steps = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
+            batches = of_steps if self._runs_by_steps() else min(batches, of_steps)
+        return self.consumed_samples + batches * self.global_batch_samples
+
+    def _check_accumulation(self) -> None:
+        """Refuse steps of fewer batches than others, where a stage would begin at another step, or gradients would be lost.
+
+        Raises:
+            ConfigError: `accumulate_grad_batches` does not divide an epoch that stages count, or what the checkpoint has done of one.
+        """
+        if self.trainer is None:
+            return
+        accumulate, epoch = self.trainer.accumulate_grad_batches, self.trainer.num_training_batches
+        key = f"trainer.accumulate_grad_batches={accumulate}"
+        if len(self.stages.stages) > 1 and epoch % accumulate:
+            raise ConfigError(
+                f"{key} does not divide the {epoch} batches of an epoch, whose last step is then smaller, so that data_stages would begin "
+                "elsewhere: limit the run by max_steps alone, or set limit_train_batches to a multiple"
+            )
+        done: int = self.trainer.fit_loop.epoch_loop.batch_progress.current.processed  # type: ignore[attr-defined]  # declared as its base
+        if self._resumed_accumulate not in (None, accumulate) and done < epoch and done % accumulate:
+            raise ConfigError(
+                f"{key}: the checkpoint was trained with {self._resumed_accumulate}, and its {done} batches are no multiple: resume with "
+                "the same, or change data.batch_accumulation_per_replica instead"
+            )
 
     @override
     def val_dataloader(self) -> BatchLoader | list[BatchLoader]:
@@ -244,6 +274,7 @@ class NanosetDataModule(ReplicaDataModule):
     def _forget(self) -> None:
         """Begin at the first sample."""
         self._resumed_samples = self._resumed_batches = self._resumed_step = 0  # consumed when the counting of batches began
+        self._resumed_accumulate: int | None = None
         self._begun = [0]  # positions at which the stages began that had begun by then
 
     def _begins(self) -> list[int]:
@@ -255,7 +286,9 @@ class NanosetDataModule(ReplicaDataModule):
 
     def _position(self) -> int:
         """Where training goes on; `overfit_batches` means the same batches each epoch."""
-        return 0 if getattr(self.trainer, "overfit_batches", 0) else self.consumed_samples
+        if self.trainer is None or not self.trainer.overfit_batches:  # type: ignore[attr-defined]  # set by a connector
+            return self.consumed_samples
+        return self.batches_done % int(self.trainer.num_training_batches) * self.global_batch_samples
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -264,6 +297,7 @@ class NanosetDataModule(ReplicaDataModule):
             "consumed_samples": self.consumed_samples,
             "batches": self.batches_done,
             "step": self.trainer.global_step if self.trainer is not None else 0,
+            "accumulate": self.trainer.accumulate_grad_batches if self.trainer is not None else None,
             "begun": begun,
             "seed": self.seed,
             "stages": [stage.describe() for stage in self.stages.stages[: len(begun)]],
@@ -281,6 +315,7 @@ class NanosetDataModule(ReplicaDataModule):
         self._check_stream(state_dict)
         self._resumed_samples, self._resumed_batches = state_dict["consumed_samples"], state_dict["batches"]
         self._resumed_step, self._begun = state_dict["step"], list(state_dict["begun"])
+        self._resumed_accumulate = state_dict.get("accumulate")
 
     def _check_stream(self, state_dict: dict[str, Any]) -> None:
         if state_dict["seed"] != self.seed:
@@ -303,55 +338,6 @@ class NanosetDataModule(ReplicaDataModule):
                 f"{stages[begun].key}start_training_step={stages[begun].start_step}: the checkpoint is at step {state_dict['step']} and "
                 "this stage has not begun: let it start later"
             )
-
-
-class SyntheticDataModule(NanosetDataModule):
-    """Tokens that are made up as they are read (see data/synthetic.py): what a benchmark needs, and a run without any file.
-
-    Args:
-        vocab_size: of the model.
-        sequence_length: tokens a sample.
-        micro_batch_size: samples a microbatch.
-        batch_accumulation_per_replica: microbatches a batch, on each data-parallel replica.
-        num_samples: of an epoch.
-        mask_documents: attention within documents only.
-        validation_samples: other samples of the same language.
-        num_workers: processes that make samples ahead.
-        seed: of the language and the order.
-
-    Raises:
-        ConfigError: a size is not positive.
-    """
-
-    def __init__(
-        self,
-        vocab_size: int,
-        sequence_length: int,
-        micro_batch_size: int = 1,
-        batch_accumulation_per_replica: int = 1,
-        num_samples: int = 1 << 30,
-        mask_documents: bool = False,
-        validation_samples: int = 64,
-        num_workers: int = 0,
-        seed: int = 42,
-    ) -> None:
-        self._make = partial(SyntheticTokens, vocab_size, seed=seed)
-        self._num_samples = num_samples
-        super().__init__(
-            "synthetic",
-            sequence_length,
-            micro_batch_size,
-            batch_accumulation_per_replica,
-            mask_documents=mask_documents,
-            validation_samples=validation_samples,
-            num_workers=num_workers,
-            seed=seed,
-        )
-        self.validation_set = self._make(sequence_length, num_samples=validation_samples, first_sample=num_samples)
-
-    @override
-    def open_train_set(self, folder: str, sequence_length: int) -> Samples:
-        return self._make(sequence_length, num_samples=self._num_samples)
 
 
 def _open_validation_set(folder: str, sequence_length: int) -> Nanoset:

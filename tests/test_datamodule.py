@@ -19,8 +19,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning_3d.data.nanoset import IGNORE
 from lightning_3d.data.order import sample_ids
 from lightning_3d.data.shards import ShardWriter
-from lightning_3d.data.synthetic import SyntheticTokens
-from lightning_3d.datamodule import NanosetDataModule, SyntheticDataModule
+from lightning_3d.datamodule import NanosetDataModule
 from lightning_3d.errors import ConfigError
 
 S = 4
@@ -379,22 +378,3 @@ def test_global_batch(folders: tuple[str, str], tmp_path: Path) -> None:
     _, trainer = fit(folders, tmp_path, replicas=3)
     assert trainer.datamodule.global_batch_tokens == S * 2 * 2 * 3
     assert trainer.datamodule.consumed_samples == 10 * 12
-
-
-def test_synthetic_data(tmp_path: Path) -> None:
-    """Shuffled like any set; other samples for validation, of the same language; resumable."""
-    data = SyntheticDataModule(100, 8, 2, num_samples=50, validation_samples=3, mask_documents=True, seed=7)
-    batches, validation = list(data.train_dataloader()), list(data.val_dataloader())
-    assert len(batches) == 25
-    source, rows = SyntheticTokens(100, 8, 50, 7), torch.cat([batch["input_ids"] for batch in batches])
-    assert rows.tolist() == source.windows(sample_ids(np.arange(50), 50, 7))[:, :-1].tolist()
-    assert set(batches[0]) == {"input_ids", "labels", "position_ids"}
-    assert [len(batch["input_ids"]) for batch in validation] == [2, 2]
-    assert validation[1]["labels"][1].tolist() == [IGNORE] * 8
-    assert (
-        torch.cat([batch["input_ids"] for batch in validation])[:3].tolist()
-        == SyntheticTokens(100, 8, 53, 7).windows(np.arange(50, 53))[:, :-1].tolist()
-    )
-    data.check_vocabulary(100)
-    with pytest.raises(ConfigError, match=r"synthetic data .* has token ids up to 99, but the model's vocab_size is 50"):
-        data.check_vocabulary(50)

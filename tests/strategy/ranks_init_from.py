@@ -8,11 +8,12 @@ from scenario import global_name, quiet, trainer_of
 from torch import Tensor
 
 from lightning_3d.callbacks import Checkpoint
-from lightning_3d.datamodule import NanosetDataModule, SyntheticDataModule
+from lightning_3d.datamodule import NanosetDataModule
 from lightning_3d.model.hf import HFWeights
 from lightning_3d.module import LlamaModule
 from lightning_3d.optim.adamw import AdamW
 from lightning_3d.parallel.data import local
+from lightning_3d.synthetic_datamodule import SyntheticDataModule
 
 LR = AdamW(learning_rate=1e-2, lr_warmup_steps=1)
 
