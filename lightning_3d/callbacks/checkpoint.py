@@ -81,13 +81,13 @@ class Checkpoint(pl_callbacks.Checkpoint):
         strategy = trainer.strategy
         if isinstance(strategy, FSDPStrategy | ModelParallelStrategy | DeepSpeedStrategy) and not isinstance(strategy, ThreeDStrategy):
             raise ConfigError(f"Checkpoint does not know the folders of {type(strategy).__name__}: use Lightning's ModelCheckpoint with it")
+        if stage == "fit" and not trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector
+            self._on_rank_0(trainer, self._take_folder)  # before one is loaded: another run might remove it meanwhile
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._saved_step, self._saved_s = trainer.global_step, time.monotonic()
-        problem = trainer.strategy.broadcast(self._take_folder(trainer) if trainer.is_global_zero else None)
-        if problem:
-            raise ConfigError(f"checkpoints_path={self.checkpoints_path} {problem}")
+        self._on_rank_0(trainer, lambda: self._check_steps(trainer))
         self._is_training = True
         if self.save_initial_state and not trainer.global_step:
             self._saved_step = -1
@@ -116,16 +116,14 @@ class Checkpoint(pl_callbacks.Checkpoint):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._release()  # not called after an exception
 
-    def _take_folder(self, trainer: Trainer) -> str | None:
-        """On rank 0: why this run cannot write to its folder; else it is this run's until it ends."""
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector
-            return None
-        beyond = whole_steps(self.checkpoints_path)[-1:]
-        if beyond and beyond[0] > trainer.global_step:
-            return (
-                f"holds step-{beyond[0]}, but this run begins at step {trainer.global_step}: "
-                "resume with ckpt_path=last, or choose another folder"
-            )
+    def _on_rank_0(self, trainer: Trainer, find_problem: Callable[[], str | None]) -> None:
+        """Raise on all ranks what rank 0 finds wrong with the folder."""
+        problem = trainer.strategy.broadcast(find_problem() if trainer.is_global_zero else None)
+        if problem:
+            raise ConfigError(f"checkpoints_path={self.checkpoints_path} {problem}")
+
+    def _take_folder(self) -> str | None:
+        """Why this run cannot write to its folder; else it is this run's until it ends."""
         try:
             Path(self.checkpoints_path).mkdir(parents=True, exist_ok=True)
             self._lock, other = lock(Path(self.checkpoints_path) / LOCK_FILE)
@@ -135,6 +133,13 @@ class Checkpoint(pl_callbacks.Checkpoint):
         except OSError as error:
             return f"cannot be written to ({error}): choose another folder"
         return None
+
+    def _check_steps(self, trainer: Trainer) -> str | None:
+        """Why this run cannot save after the step that it begins at."""
+        last, first = max(whole_steps(self.checkpoints_path), default=0), trainer.global_step
+        if trainer.fast_dev_run or last <= first:  # type: ignore[attr-defined]  # set by a connector
+            return None
+        return f"holds step-{last}, but this run begins at step {first}: resume with ckpt_path=last, or choose another folder"
 
     def _release(self) -> None:
         self._is_training = False
@@ -191,8 +196,8 @@ def lock(path: Path) -> tuple[TextIO | None, str]:
     """A file that no other process can lock, until it is closed or this process ends, however it does; or None, and who has locked it."""
     file = path.open("a+")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # flock's would go on in the DataLoader's workers when the rank is killed
+    except (BlockingIOError, PermissionError):  # POSIX leaves the choice
         file.seek(0)
         return None, file.read().strip()
     if not path.exists() or path.stat().st_ino != os.fstat(file.fileno()).st_ino:  # its owner has just removed it

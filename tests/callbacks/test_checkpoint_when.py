@@ -1,5 +1,6 @@
 """When Checkpoint saves, what it keeps, and whose folder it is."""
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -109,10 +110,15 @@ def test_a_folder_that_cannot_be(fit: Any, tmp_path: Path) -> None:
 
 
 def test_one_run_a_folder(fit: Any, tmp_path: Path) -> None:
-    """Another process has it: refused by its name. When that has ended, however it did, the folder is free."""
-    code = (
-        f"from lightning_3d.callbacks.checkpoint import *; a = lock(Path({str(tmp_path / LOCK)!r})); print('have it', flush=True); input()"
-    )
+    """Another process has it: refused by its name. When that has ended, however it did, the folder is free, whatever its workers do."""
+    code = f"""if True:
+        from lightning_3d.callbacks.checkpoint import *
+        file = lock(Path({str(tmp_path / LOCK)!r}))
+        if not os.fork():
+            time.sleep(20)
+            os._exit(0)
+        print("have it", flush=True)
+        input()"""
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"have it\n"
@@ -128,13 +134,20 @@ def test_one_run_a_folder(fit: Any, tmp_path: Path) -> None:
 LOCK = module.LOCK_FILE
 
 
-def test_a_lock_that_its_owner_removes(tmp_path: Path) -> None:
-    first, _ = lock(tmp_path / LOCK)
-    assert first is not None
-    assert lock(tmp_path / LOCK)[0] is None
-    (tmp_path / LOCK).unlink()
-    second, _ = lock(tmp_path / LOCK)
-    assert second is not None
+def test_a_lock_that_its_owner_removes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between our opening it and our getting it: a lock on a file that nobody else can find any more is none."""
+    path, lockf = tmp_path / LOCK, fcntl.lockf
+    path.touch()
+
+    def removed_meanwhile(file: Any, operation: int) -> None:
+        path.unlink()
+        monkeypatch.undo()
+        lockf(file, operation)
+
+    monkeypatch.setattr(fcntl, "lockf", removed_meanwhile)
+    file, _ = lock(path)
+    assert file is not None
+    assert os.fstat(file.fileno()).st_ino == path.stat().st_ino
 
 
 @pytest.mark.parametrize(

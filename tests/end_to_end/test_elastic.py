@@ -49,12 +49,6 @@ def torchrun(*options: str, config: Path) -> list[str | Path]:
     return ["-m", "torch.distributed.run", *options, "--rdzv-backend=c10d", *fit]
 
 
-@pytest.fixture
-def on_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a recipe can name `double.Diary`."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]))
-
-
 def diary(folder: Path, rank: int = 0) -> list[tuple[int, float]]:
     """(step, loss) in the order in which they were trained; a line that a kill cut off is none."""
     path = folder / f"rank-{rank}"
