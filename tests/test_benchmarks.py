@@ -86,3 +86,13 @@ def test_data(tmp_path: Path) -> None:
     for rows in reads.values():
         assert rows["bare slices"]["us"]["median"] > 0
         assert 0 < rows["windows"]["ratio"]["low"] <= rows["windows, positions"]["ratio"]["high"]
+
+
+@pytest.mark.timeout(260)
+def test_checkpoint(tmp_path: Path) -> None:
+    arguments = ("--layouts", "dp=2", "--repeats", "2", "--folder", str(tmp_path))
+    ratio = run("checkpoint.py", tmp_path / "checkpoint.json", *SIZES, *arguments)["dp=2"]["ratio"]
+    assert 0 < ratio["save"]["low"] <= ratio["save"]["high"]
+    assert 0 < ratio["load"]["low"] <= ratio["load"]["high"]
+    assert ratio["stall"]["low"] > 0
+    assert ratio["disk"] > 1

@@ -21,7 +21,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelP
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
-from lightning_3d.checkpoint import clear_leftovers, remove, step_folder, whole_steps
+from lightning_3d.checkpoint import at, clear_leftovers, remove, step_folder, whole_steps
 from lightning_3d.errors import CheckpointWriteError, ConfigError
 from lightning_3d.strategy import ThreeDStrategy
 
@@ -34,7 +34,7 @@ class Checkpoint(pl_callbacks.Checkpoint):
     """Saves every `checkpoint_interval` optimizer steps, at the end of the run, when it is told to stop, and when all ranks fail alike.
 
     Args:
-        checkpoints_path: folder of the checkpoints, of one run only.
+        checkpoints_path: folder of the checkpoints, of one run only; or a URL, `s3://bucket/run`.
         checkpoint_interval: optimizer steps between two checkpoints.
         interval_minutes: save when so many have passed since the last one, too.
         keep_last: how many of the newest checkpoints to keep; null keeps all.
@@ -124,12 +124,14 @@ class Checkpoint(pl_callbacks.Checkpoint):
 
     def _take_folder(self) -> str | None:
         """Why this run cannot write to its folder; else it is this run's until it ends."""
+        folder = at(self.checkpoints_path)
         try:
-            Path(self.checkpoints_path).mkdir(parents=True, exist_ok=True)
-            self._lock, other = lock(Path(self.checkpoints_path) / LOCK_FILE)
-            if self._lock is None:
-                return f"is being written to by another run ({other}): wait for its end, or choose another folder"
-            clear_leftovers(self.checkpoints_path)
+            if isinstance(folder, Path):  # nobody locks an object store
+                folder.mkdir(parents=True, exist_ok=True)
+                self._lock, other = lock(folder / LOCK_FILE)
+                if self._lock is None:
+                    return f"is being written to by another run ({other}): wait for its end, or choose another folder"
+            clear_leftovers(folder)
         except OSError as error:
             return f"cannot be written to ({error}): choose another folder"
         return None

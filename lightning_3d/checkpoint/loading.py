@@ -3,7 +3,6 @@
 import logging
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -12,11 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 
+from lightning_3d.checkpoint.files import Reader
 from lightning_3d.checkpoint.folder import TRAINER_FILE, is_checkpoint, latest_checkpoint, set_damaged_aside
 from lightning_3d.checkpoint.manifest import damage
 from lightning_3d.checkpoint.plain import read_plain
 from lightning_3d.checkpoint.planner import LoadPlanner
 from lightning_3d.checkpoint.state import GROUPS, OwnState, State, rank, world_size
+from lightning_3d.checkpoint.store import at
 from lightning_3d.errors import ConfigError, DamagedCheckpointError
 
 log = logging.getLogger(__name__)
@@ -41,21 +42,21 @@ def restore(path: str, module: nn.Module, optimizers: Sequence[Optimizer] = (), 
     """
     if not is_checkpoint(path):
         raise ConfigError(f"ckpt_path={path} is not a whole sharded checkpoint (a folder with manifest.json): name another")
-    if found := next(filter(None, gather_all(damage(Path(path), rank(), world_size()))), None):
+    if found := next(filter(None, gather_all(damage(at(path), rank(), world_size()))), None):
         raise DamagedCheckpointError(f"ckpt_path={path} is damaged: {found}; name an older one, or `last`")
-    held = dcp.FileSystemReader(path).read_metadata()
+    held = Reader(at(path)).read_metadata()
     own = OwnState(module, optimizers)
     wanted = own.by_file_name()
     _agree(_difference(wanted, held, strict=strict), path, {name for name in wanted if name.startswith("model.")}, held, strict=strict)
     known = {name: value for name, value in wanted.items() if name in held.state_dict_metadata}
-    dcp.load(known, checkpoint_id=path, planner=LoadPlanner())
+    dcp.load(known, storage_reader=Reader(at(path)), planner=LoadPlanner())
     own.take(known, load_trainer_state(path)[GROUPS])
     return path
 
 
 def load_trainer_state(path: str) -> State:
     """Lightning's part of a checkpoint."""
-    return read_plain(Path(path) / TRAINER_FILE)
+    return read_plain(at(path) / TRAINER_FILE)
 
 
 def restore_or_older(path: str, module: nn.Module, optimizers: Sequence[Optimizer] = (), *, strict: bool = True) -> str:
@@ -68,11 +69,11 @@ def restore_or_older(path: str, module: nn.Module, optimizers: Sequence[Optimize
     try:
         return restore(path, module, optimizers, strict=strict)
     except DamagedCheckpointError as error:
-        older = gather_all(latest_checkpoint(Path(path).parent, before=path))[0]  # the view of rank 0
+        older = gather_all(latest_checkpoint(at(path).parent, before=path))[0]  # the view of rank 0
         if older is None:
             raise
         if rank() == 0:
-            log.warning("%s. It is kept as %s; the run goes on from %s", error, set_damaged_aside(Path(path)), older)
+            log.warning("%s. It is kept as %s; the run goes on from %s", error, set_damaged_aside(at(path)), older)
     return restore_or_older(str(older), module, optimizers, strict=strict)
 
 

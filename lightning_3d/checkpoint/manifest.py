@@ -5,12 +5,11 @@ fast as memory does: it is there against accidents, not against people.
 """
 
 import json
-import os
-from collections.abc import Iterable
-from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import xxhash
+
+from lightning_3d.checkpoint.store import Place, sizes, to_disk
 
 MANIFEST_FILE = "manifest.json"
 _CHUNK_NBYTES = 8 << 20
@@ -26,31 +25,46 @@ class Entry(TypedDict):
 Entries = dict[str, Entry]
 
 
-def entries_of(paths: Iterable[Path]) -> Entries:
-    """What a manifest says of these files, by name."""
-    return {path.name: {"nbytes": path.stat().st_size, "xxh3_128": _checksum(path)} for path in paths}
+class Recorded:
+    """A file that is being written from front to back, and what a manifest will say of it: nothing is read again."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, self._hasher, self._nbytes = file, xxhash.xxh3_128(), 0
+
+    def write(self, content: Any) -> int:
+        """Write and count."""
+        view = memoryview(content)
+        self._hasher.update(view)
+        self._nbytes += view.nbytes
+        return int(self._file.write(content))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def entry(self) -> Entry:
+        """Of what was written so far."""
+        return {"nbytes": self._nbytes, "xxh3_128": self._hasher.hexdigest()}
 
 
-def write_manifest(folder: Path, entries: Entries) -> None:
+def write_manifest(folder: Place, entries: Entries) -> None:
     """Write the manifest, to the disk."""
-    with (folder / MANIFEST_FILE).open("w") as file:
-        json.dump({"version": 1, "files": dict(sorted(entries.items()))}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    with (folder / MANIFEST_FILE).open("wb") as file:
+        file.write(json.dumps({"version": 1, "files": dict(sorted(entries.items()))}, indent=1).encode())
+        to_disk(file)
 
 
-def missing(folder: Path) -> str | None:
+def missing(folder: Place) -> str | None:
     """What is missing or cut off, in words; files are not read."""
+    there = sizes(folder)
     for name, entry in _entries(folder).items():
-        path = folder / name
-        if not path.is_file():
+        if name not in there:
             return f"{name} is missing"
-        if (nbytes := path.stat().st_size) != entry["nbytes"]:
-            return f"{name} has {nbytes:,} bytes instead of {entry['nbytes']:,}"
+        if there[name] != entry["nbytes"]:
+            return f"{name} has {there[name]:,} bytes instead of {entry['nbytes']:,}"
     return None
 
 
-def damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
+def damage(folder: Place, part: int = 0, parts: int = 1) -> str | None:
     """What is missing, cut off or altered in one of `parts` shares of the files, in words; reads all of them."""
     if found := missing(folder):
         return found
@@ -59,17 +73,18 @@ def damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
     return next((f"{name} is not what was written: its checksum is another" for name in altered), None)
 
 
-def _entries(folder: Path) -> Entries:
+def _entries(folder: Place) -> Entries:
     try:
-        return json.loads((folder / MANIFEST_FILE).read_text())["files"]
+        with (folder / MANIFEST_FILE).open("rb") as file:
+            return json.loads(file.read())["files"]
     except (ValueError, KeyError, TypeError):
         return {MANIFEST_FILE: {"nbytes": -1, "xxh3_128": ""}}  # says of itself that it is cut off
 
 
-def _checksum(path: Path) -> str:
+def _checksum(path: Place) -> str:
     hasher = xxhash.xxh3_128()
     buffer = memoryview(bytearray(_CHUNK_NBYTES))
-    with path.open("rb", buffering=0) as file:
+    with path.open("rb") as file:
         while count := file.readinto(buffer):
             hasher.update(buffer[:count])
     return hasher.hexdigest()

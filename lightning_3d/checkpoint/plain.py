@@ -4,7 +4,6 @@ Hyper-parameters and callbacks may hold anything; a pickle of it would tie the c
 Lightning 2.6 loses the user's ``weights_only=False`` on its way to the strategy.
 """
 
-import os
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
@@ -16,18 +15,23 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_3d.checkpoint.manifest import Entry, Recorded
+from lightning_3d.checkpoint.store import Place, to_disk
 
-def write_plain(state: Mapping[str, Any], path: Path) -> None:
-    """Write the state to a file, to the disk."""
+
+def write_plain(state: Mapping[str, Any], path: Place) -> Entry:
+    """Write the state to a file, to the disk; what a manifest says of it."""
     with path.open("wb") as file:
-        torch.save(plain(state), file)
-        file.flush()
-        os.fsync(file.fileno())
+        recorded = Recorded(file)
+        torch.save(plain(state), recorded)  # all that it needs of a file
+        to_disk(file)
+    return recorded.entry()
 
 
-def read_plain(path: Path) -> dict[str, Any]:
+def read_plain(path: Place) -> dict[str, Any]:
     """What ``write_plain`` wrote, on the CPU."""
-    return torch.load(path, map_location="cpu", weights_only=True)
+    with path.open("rb") as file:
+        return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def plain(value: Any, where: str = "") -> Any:

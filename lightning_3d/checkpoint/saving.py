@@ -21,12 +21,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_3d.checkpoint.files import Writer
 from lightning_3d.checkpoint.folder import TRAINER_FILE, abandon, begin, commit, unfinished
-from lightning_3d.checkpoint.manifest import Entries, entries_of, write_manifest
+from lightning_3d.checkpoint.manifest import Entries, write_manifest
 from lightning_3d.checkpoint.plain import plain, write_plain
 from lightning_3d.checkpoint.planner import SavePlanner
 from lightning_3d.checkpoint.randomness import RANDOM_STATES, gather_random_states
 from lightning_3d.checkpoint.state import GROUPS, OwnState, State, rank, world_size
+from lightning_3d.checkpoint.store import Place, at
 from lightning_3d.errors import CheckpointWriteError
 
 log = logging.getLogger(__name__)
@@ -73,7 +75,7 @@ class Saver:
         own = OwnState(module, optimizers)
         rest = {key: value for key, value in trainer_state.items() if key not in _HELD_BY_SHARDS}
         rest |= {GROUPS: own.gather_groups(), RANDOM_STATES: gather_random_states(layout)}
-        job = _Save(Path(path), own.by_file_name(), plain(rest), self._group)
+        job = _Save(at(path), own.by_file_name(), plain(rest), self._group)
         if self._thread is None:
             job.run()
         else:
@@ -110,9 +112,10 @@ class Saver:
 class _Save:
     """One checkpoint on its way to the disk."""
 
-    def __init__(self, folder: Path, state: State, trainer_state: State, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, folder: Place, state: State, trainer_state: State, group: dist.ProcessGroup | None) -> None:
         self.folder, self.state, self.trainer_state, self.group = folder, state, trainer_state, group
         self.copies: dict[str, Tensor] = {}
+        self.entries: Entries = {}
 
     def copy(self, buffers: dict[str, Tensor]) -> None:
         """Copy this rank's tensors to memory that is used again and again: fresh pages cost as much as the copying."""
@@ -136,28 +139,25 @@ class _Save:
         sizes = {name: value.numel() * value.element_size() for name, value in self.state.items() if isinstance(value, Tensor)}
         everyone = self._gather(sizes)
         self._on_rank_0(lambda: self._begin(sum({name: size for each in everyone for name, size in each.items()}.values())))
-        writer = dcp.FileSystemWriter(unfinished(self.folder))
+        writer = Writer(unfinished(self.folder))
         try:
             dcp.save(self.state, storage_writer=writer, planner=SavePlanner(self.copies), process_group=self.group)
         except CheckpointException as error:  # on all ranks
             self._give_up("; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in error.failures.items()))
-        written = self._gather(entries_of(sorted(unfinished(self.folder).glob(f"__{rank()}_*"))))
+        written = self._gather(writer.entries)
         self._on_rank_0(lambda: self._finish(written))
 
     def _begin(self, nbytes: int) -> None:
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(self.folder.parent).free
-        if nbytes > free:
-            raise OSError(f"it needs {nbytes / 2**30:,.2f} GiB")
-        begin(self.folder)
-        write_plain(self.trainer_state, unfinished(self.folder) / TRAINER_FILE)
+        if isinstance(self.folder, Path):
+            self.folder.parent.mkdir(parents=True, exist_ok=True)
+            if nbytes > shutil.disk_usage(self.folder.parent).free:
+                raise OSError(f"it needs {nbytes / 2**30:,.2f} GiB")
+        self.entries = {TRAINER_FILE: write_plain(self.trainer_state, begin(self.folder) / TRAINER_FILE)}
 
     def _finish(self, written: list[Entries]) -> None:
-        place = unfinished(self.folder)
-        entries = entries_of([place / ".metadata", place / TRAINER_FILE])
         for each in written:
-            entries |= each
-        write_manifest(place, entries)
+            self.entries |= each
+        write_manifest(unfinished(self.folder), self.entries)
         commit(self.folder)
 
     def _on_rank_0(self, action: Callable[[], None]) -> None:
@@ -174,8 +174,10 @@ class _Save:
     def _give_up(self, reason: str) -> None:
         if rank() == 0:
             abandon(self.folder)
-        free = shutil.disk_usage(self.folder.parent).free / 2**30
-        raise CheckpointWriteError(f"checkpoint {self.folder} was not written ({free:,.2f} GiB are free there): {reason}")
+        room = ""
+        if isinstance(self.folder, Path):
+            room = f" ({shutil.disk_usage(self.folder.parent).free / 2**30:,.2f} GiB are free there)"
+        raise CheckpointWriteError(f"checkpoint {self.folder} was not written{room}: {reason}")
 
     def _gather(self, value: Any) -> list[Any]:
         """Every rank's value, on all ranks.

@@ -15,9 +15,11 @@ from jaxtyping import Shaped
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from lightning_3d.checkpoint.files import Reader
 from lightning_3d.checkpoint.folder import is_checkpoint, latest_checkpoint
 from lightning_3d.checkpoint.loading import load_trainer_state
 from lightning_3d.checkpoint.manifest import damage, missing
+from lightning_3d.checkpoint.store import Place, at
 from lightning_3d.errors import ConfigError, DamagedCheckpointError
 from lightning_3d.model.config import LlamaConfig
 from lightning_3d.model.hf import whole_names
@@ -36,11 +38,11 @@ class CheckpointWeights:
         ConfigError: there is no sharded checkpoint, or not one of a Llama.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.folder = _find(Path(path))
+    def __init__(self, path: str | Place) -> None:
+        self.folder = _find(at(path))
         self.trainer_state = load_trainer_state(str(self.folder))
         self.config = self._llama()
-        held = dcp.FileSystemReader(self.folder).read_metadata().state_dict_metadata
+        held = Reader(self.folder).read_metadata().state_dict_metadata
         names = {name.removeprefix(_PREFIX): value for name, value in held.items() if name.startswith(_PREFIX)}
         self._held = {name: value for name, value in names.items() if isinstance(value, TensorStorageMetadata)}
         self._check_names()
@@ -84,7 +86,7 @@ class CheckpointWeights:
         """Fill whole tensors in place, in their own dtypes."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load({_PREFIX + name: tensor for name, tensor in targets.items()}, checkpoint_id=str(self.folder), no_dist=True)
+            dcp.load({_PREFIX + name: tensor for name, tensor in targets.items()}, storage_reader=Reader(self.folder), no_dist=True)
 
     def _llama(self) -> LlamaConfig:
         shape = self.settings.get("llama")
@@ -105,7 +107,7 @@ class CheckpointWeights:
             raise ConfigError(f"{self.folder} holds {over[0]}, which a Llama lacks: its module is another model")
 
 
-def _find(path: Path) -> Path:
+def _find(path: Place) -> Place:
     folder = path if is_checkpoint(path) or path.is_file() else latest_checkpoint(path)
     if folder is None:
         raise ConfigError(f"{path} is no whole sharded checkpoint and holds none: name a folder step-N, or one that holds such folders")
