@@ -7,19 +7,15 @@ import pytest
 
 from lightning_3d.checkpoint import clear_leftovers, is_whole, latest_checkpoint, remove, step_folder, whole_steps
 from lightning_3d.checkpoint.folder import begin, commit, unfinished
-from lightning_3d.checkpoint.manifest import Recorded, write_manifest
+from lightning_3d.checkpoint.manifest import entries_of, write_manifest
 
 
 def write(folder: Path, text: str = "") -> Path:
     """A whole checkpoint, as `save` leaves it beside."""
     place = begin(folder)
-    entries = {}
     for name in (".metadata", "trainer.pt", "__0_0.distcp"):
-        with (place / name).open("wb") as file:
-            recorded = Recorded(file)
-            recorded.write(text.encode())
-        entries[name] = recorded.entry()
-    write_manifest(place, entries)
+        (place / name).write_text(text)
+    write_manifest(place, entries_of(place.iterdir()))
     return place
 
 
