@@ -20,7 +20,7 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -362,6 +362,9 @@ class ThreeDStrategy(ModelParallelStrategy):
         if self.together.all_arrived():
             optimizers = self.optimizers if "optimizer_states" in checkpoint else []  # not there: weights only
             self.saver.save(self.broadcast(str(filepath)), self._module, optimizers, checkpoint, layout=str(self.dims))
+            state = self._module.trainer.state
+            if (state.fn, state.status) != (TrainerFn.FITTING, TrainerStatus.RUNNING):  # no training to go on with
+                self.saver.wait()
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
@@ -382,6 +385,7 @@ class ThreeDStrategy(ModelParallelStrategy):
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
+        self.saver.wait()  # Lightning removes one as soon as the save of that which replaces it returns
         if self.is_global_zero:
             remove(filepath)
 
