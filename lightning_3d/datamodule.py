@@ -181,6 +181,8 @@ class NanosetDataModule(ReplicaDataModule):
 
     @override
     def setup(self, stage: str) -> None:
+        if self.trainer is not None and self.trainer.accumulate_grad_batches < 1:  # Lightning would train on nothing, and say nothing
+            raise ConfigError(f"trainer.accumulate_grad_batches={self.trainer.accumulate_grad_batches} must be at least 1")
         self.split_over(self.replicas[1])  # under a strategy that has not done so
         if self.batches_done == 0:  # a new trainer; one that goes on with its fit keeps its place
             self._forget()

@@ -67,3 +67,8 @@ def test_stages_where_steps_are_of_unequal_size(folders: tuple[str, str], tmp_pa
     module, _ = fit(folders, tmp_path, data=keys, **settings, limit_train_batches=12)
     assert module.seen[:20] == expected(0, 80, 4)
     assert module.seen[20] != expected(80, 84, 4)[0]
+
+
+def test_accumulation_of_nothing(folders: tuple[str, str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^trainer\.accumulate_grad_batches=0 must be at least 1$"):
+        fit(folders, tmp_path, accumulate_grad_batches=0)
