@@ -3,6 +3,7 @@
 import fcntl
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -132,6 +133,21 @@ def test_one_run_a_folder(fit: Any, tmp_path: Path) -> None:
 
 
 LOCK = module.LOCK_FILE
+
+
+def test_a_lock_is_not_held_by_a_worker_that_its_owner_leaves_behind(tmp_path: Path) -> None:
+    """The owner is killed; its child, made by a fork as a DataLoader makes them, lives until the pipe closes."""
+    code = (
+        f"from lightning_3d.callbacks.checkpoint import *; a = lock(Path({str(tmp_path / LOCK)!r})); child = os.fork()\n"
+        "if child: print('have it', flush=True)\ninput()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"have it\n"
+        assert lock(tmp_path / LOCK)[0] is None
+        os.kill(other.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+        assert lock(tmp_path / LOCK)[0] is not None
 
 
 def test_a_lock_that_its_owner_removes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
