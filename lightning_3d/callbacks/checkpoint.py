@@ -207,7 +207,6 @@ def lock(path: Path) -> tuple[TextIO | None, str]:
     file.truncate(0)
     file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
     file.flush()
-    os.register_at_fork(after_in_child=file.close)  # else a loader's worker that outlives this process would hold the lock
     return file, ""
 
 
