@@ -75,7 +75,7 @@ class CLI(LightningCLI):
     def instantiate_classes(self) -> None:
         try:
             super().instantiate_classes()
-        except (ValueError, MisconfigurationException) as error:
+        except (ValueError, MisconfigurationException, ModuleNotFoundError) as error:
             raise ConfigError(one_line(str(error))) from error
 
     @override

@@ -158,10 +158,15 @@ class EndTogether:
             time.sleep(0.1)
         return store.compare_set(name, "", "lost") == b"all"
 
-    def after(self, launcher: RankLauncher) -> None:
-        """At the end of a run: see to the processes that this one started, if it was interrupted."""
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether an exception ended the run."""
         module = self._strategy.lightning_module
         is_attached = module is not None and module._trainer is not None  # not where the run was refused before it began
-        if is_attached and self._trainer.state.status == TrainerStatus.INTERRUPTED:
+        return is_attached and self._trainer.state.status == TrainerStatus.INTERRUPTED
+
+    def after(self, launcher: RankLauncher) -> None:
+        """At the end of a run: see to the processes that this one started, if it was interrupted."""
+        if self.was_interrupted:
             timeout_s = STOP_TIMEOUT_S if self._agreed else FAILURE_TIMEOUT_S
             launcher.end_children_at_exit(timeout_s, expected=self._agreed)

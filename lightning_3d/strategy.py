@@ -391,7 +391,7 @@ class ThreeDStrategy(ModelParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        self.saver.close()
+        self.saver.close(after_exception=self.together.was_interrupted)
         super().teardown()
         assert isinstance(self._launcher, RankLauncher)
         self.together.after(self._launcher)

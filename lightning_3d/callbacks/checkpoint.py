@@ -118,22 +118,24 @@ class Checkpoint(pl_callbacks.Checkpoint):
 
     def _on_rank_0(self, trainer: Trainer, find_problem: Callable[[], str | None]) -> None:
         """Raise on all ranks what rank 0 finds wrong with the folder."""
-        problem = trainer.strategy.broadcast(find_problem() if trainer.is_global_zero else None)
-        if problem:
+        problem = None
+        if trainer.is_global_zero:
+            try:
+                problem = find_problem()
+            except (OSError, ConfigError) as error:
+                problem = f"cannot be used ({error}): choose another folder"
+        if problem := trainer.strategy.broadcast(problem):
             raise ConfigError(f"checkpoints_path={self.checkpoints_path} {problem}")
 
     def _take_folder(self) -> str | None:
         """Why this run cannot write to its folder; else it is this run's until it ends."""
         folder = at(self.checkpoints_path)
-        try:
-            if isinstance(folder, Path):  # nobody locks an object store
-                folder.mkdir(parents=True, exist_ok=True)
-                self._lock, other = lock(folder / LOCK_FILE)
-                if self._lock is None:
-                    return f"is being written to by another run ({other}): wait for its end, or choose another folder"
-            clear_leftovers(folder)
-        except OSError as error:
-            return f"cannot be written to ({error}): choose another folder"
+        if isinstance(folder, Path):  # nobody locks an object store
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock, other = lock(folder / LOCK_FILE)
+            if self._lock is None:
+                return f"is being written to by another run ({other}): wait for its end, or choose another folder"
+        clear_leftovers(folder)
         return None
 
     def _check_steps(self, trainer: Trainer) -> str | None:

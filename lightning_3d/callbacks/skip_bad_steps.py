@@ -35,7 +35,7 @@ class SkipBadSteps(Callback):
         spike_window: how many of the last good norms that mean is of; nothing is a spike before there are half as many.
 
     Raises:
-        ConfigError: a number out of range; too many bad steps in a row, with the checkpoint to go on from.
+        ConfigError: a number out of range; several optimizers; too many bad steps in a row, with the checkpoint to go on from.
     """
 
     def __init__(self, max_in_a_row: int = 10, spike_stds: float | None = None, spike_window: int = 100) -> None:
@@ -49,6 +49,11 @@ class SkipBadSteps(Callback):
         self._in_a_row = 0
         self._norms: deque[float] = deque(maxlen=spike_window)
         self._losses: list[Tensor] = []
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if len(trainer.optimizers) > 1:
+            raise ConfigError(f"SkipBadSteps is for one optimizer, and there are {len(trainer.optimizers)}: leave it out")
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Float[Tensor, ""]) -> None:

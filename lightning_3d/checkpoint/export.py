@@ -98,7 +98,10 @@ def _begin(folder: Path, nbytes: int) -> Path:
         raise ConfigError(f"output: {folder} is there already: name a new folder, or remove it")
     place = folder.with_name(f".{folder.name}.unfinished")
     shutil.rmtree(place, ignore_errors=True)
-    place.mkdir(parents=True)
+    try:
+        place.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"output: {folder} cannot be written ({error}): name another") from None
     free = shutil.disk_usage(place).free
     if free < nbytes:
         place.rmdir()

@@ -22,11 +22,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from lightning_3d.checkpoint.manifest import MANIFEST_FILE, missing
-from lightning_3d.checkpoint.store import Place, StorePath, at
+from lightning_3d.checkpoint.store import Place, StorePath, at, sizes
 
 TRAINER_FILE = "trainer.pt"
 _STEP = re.compile(r"step-(\d+)")
 UNFINISHED_FILE = ".unfinished"  # in object stores
+_OUR_FILES = {".metadata", TRAINER_FILE, MANIFEST_FILE, f"{MANIFEST_FILE}.damaged", UNFINISHED_FILE}
+_SHARD = re.compile(r"__\d+_\d+\.distcp")
 _LEFT_BEHIND = re.compile(r"\.step-\d+\.(unfinished|removed)")
 
 
@@ -56,6 +58,13 @@ def latest_checkpoint(root: str | Place, before: str | Place | None = None) -> P
     match = _STEP.fullmatch(at(before).name) if before else None
     steps = [step for step in whole_steps(root) if match is None or step < int(match[1])]
     return step_folder(root, steps[-1]) if steps else None
+
+
+def is_foreign(folder: Place) -> bool:
+    """Whether something stands there that is not a checkpoint, and must not be replaced by one."""
+    if isinstance(folder, Path) and folder.exists() and not folder.is_dir():
+        return True
+    return any(name not in _OUR_FILES and not _SHARD.fullmatch(name) for name in sizes(folder))
 
 
 def unfinished(folder: Place) -> Place:

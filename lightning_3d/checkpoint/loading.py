@@ -40,10 +40,9 @@ def restore(path: str, module: nn.Module, optimizers: Sequence[Optimizer] = (), 
         DamagedCheckpointError: a file is missing, cut off or altered.
         ConfigError: no checkpoint at ``path``, one of another model or optimizer, or one without optimizer state.
     """
-    if not is_checkpoint(path):
-        raise ConfigError(f"ckpt_path={path} is not a whole sharded checkpoint (a folder with manifest.json): name another")
-    if found := next(filter(None, gather_all(damage(at(path), rank(), world_size()))), None):
-        raise DamagedCheckpointError(f"ckpt_path={path} is damaged: {found}; name an older one, or `last`")
+    if found := next(filter(None, gather_all(_not_sound(path))), None):
+        kind, message = found
+        raise kind(f"ckpt_path={path} {message}")
     held = Reader(at(path)).read_metadata()
     own = OwnState(module, optimizers)
     wanted = own.by_file_name()
@@ -52,6 +51,17 @@ def restore(path: str, module: nn.Module, optimizers: Sequence[Optimizer] = (), 
     dcp.load(known, storage_reader=Reader(at(path)), planner=LoadPlanner())
     own.take(known, load_trainer_state(path)[GROUPS])
     return path
+
+
+def _not_sound(path: str) -> tuple[type[ConfigError], str] | None:
+    """What this rank finds wrong with the files; it raises nothing, since the others wait to hear of it."""
+    try:
+        if not is_checkpoint(path):
+            return ConfigError, "is not a whole sharded checkpoint (a folder with manifest.json): name another"
+        found = damage(at(path), rank(), world_size())
+        return (DamagedCheckpointError, f"is damaged: {found}; name an older one, or `last`") if found else None
+    except OSError as error:
+        return ConfigError, f"cannot be read ({error}): name another"
 
 
 def load_trainer_state(path: str) -> State:
@@ -73,8 +83,15 @@ def restore_or_older(path: str, module: nn.Module, optimizers: Sequence[Optimize
         if older is None:
             raise
         if rank() == 0:
-            log.warning("%s. It is kept as %s; the run goes on from %s", error, set_damaged_aside(at(path)), older)
+            log.warning("%s. It is kept as %s; the run goes on from %s", error, _set_aside(path), older)
     return restore_or_older(str(older), module, optimizers, strict=strict)
+
+
+def _set_aside(path: str) -> str:
+    try:
+        return str(set_damaged_aside(at(path)))
+    except OSError:  # a folder that may only be read
+        return path
 
 
 def _difference(wanted: State, held: Metadata, *, strict: bool) -> str | None:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_3d.checkpoint.files import Writer
-from lightning_3d.checkpoint.folder import TRAINER_FILE, abandon, begin, commit, unfinished
+from lightning_3d.checkpoint.folder import TRAINER_FILE, abandon, begin, commit, is_foreign, unfinished
 from lightning_3d.checkpoint.manifest import Entries, write_manifest
 from lightning_3d.checkpoint.plain import plain, write_plain
 from lightning_3d.checkpoint.planner import SavePlanner
@@ -69,9 +69,9 @@ class Saver:
             layout: the ranks that random states are good for.
 
         Raises:
-            CheckpointWriteError: this one (in the background: the one before) could not be written.
+            CheckpointWriteError: it could not be written; in the background, ``poll``, ``wait`` or ``close`` say so.
         """
-        self.wait()
+        self._wait_or_log()
         own = OwnState(module, optimizers)
         rest = {key: value for key, value in trainer_state.items() if key not in _HELD_BY_SHARDS}
         rest |= {GROUPS: own.gather_groups(), RANDOM_STATES: gather_random_states(layout)}
@@ -101,8 +101,15 @@ class Saver:
         if running is not None:
             running.result()
 
-    def close(self) -> None:
-        """Finish what is being written; a failure is logged."""
+    def close(self, *, after_exception: bool) -> None:
+        """Finish what is being written; a failure is only logged where another exception ended the run.
+
+        Raises:
+            CheckpointWriteError: it could not be written.
+        """
+        self._wait_or_log() if after_exception else self.wait()
+
+    def _wait_or_log(self) -> None:
         try:
             self.wait()
         except (CheckpointWriteError, RuntimeError) as error:  # a lost rank is a RuntimeError of the process group
@@ -148,6 +155,8 @@ class _Save:
         self._on_rank_0(lambda: self._finish(written))
 
     def _begin(self, nbytes: int) -> None:
+        if is_foreign(self.folder):
+            raise OSError("something that is no checkpoint stands there")
         if isinstance(self.folder, Path):
             self.folder.parent.mkdir(parents=True, exist_ok=True)
             if nbytes > shutil.disk_usage(self.folder.parent).free:
@@ -166,8 +175,8 @@ class _Save:
         if rank() == 0:
             try:
                 action()
-            except OSError as problem:
-                error = str(problem)
+            except Exception as problem:  # whatever it is, the others wait to hear of it
+                error = str(problem) or repr(problem)
         if found := self._gather(error)[0]:
             self._give_up(found)
 
@@ -175,7 +184,7 @@ class _Save:
         if rank() == 0:
             abandon(self.folder)
         room = ""
-        if isinstance(self.folder, Path):
+        if isinstance(self.folder, Path) and self.folder.parent.is_dir():
             room = f" ({shutil.disk_usage(self.folder.parent).free / 2**30:,.2f} GiB are free there)"
         raise CheckpointWriteError(f"checkpoint {self.folder} was not written{room}: {reason}")
 

@@ -104,9 +104,7 @@ def test_an_old_one_that_cannot_be_removed(fit: Any, tmp_path: Path, monkeypatch
 
 def test_a_folder_that_cannot_be(fit: Any, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(
-        ConfigError, match=r"^checkpoints_path=.*/file/a cannot be written to \(.*Not a directory.*\): choose another folder$"
-    ):
+    with pytest.raises(ConfigError, match=r"^checkpoints_path=.*/file/a cannot be used \(.*Not a directory.*\): choose another folder$"):
         fit(Checkpoint(str(tmp_path / "file/a"), 2), enable_checkpointing=True)
 
 

@@ -90,6 +90,19 @@ def test_any_batch_of_an_accumulation_counts(fit: Any) -> None:
     assert recorder.steps[-1]["skipped_steps"] == 1
 
 
+def test_several_optimizers_are_refused(fit: Any) -> None:
+    class Two(Bad):
+        def __init__(self) -> None:
+            super().__init__({})
+            self.automatic_optimization = False
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(self.parameters(), 0.1) for _ in range(2)]
+
+    with pytest.raises(ConfigError, match="SkipBadSteps is for one optimizer, and there are 2: leave it out"):
+        fit(SkipBadSteps(), model=Two())
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
