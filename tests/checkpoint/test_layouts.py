@@ -1,8 +1,10 @@
 """A checkpoint saved in one layout resumes in another: weights and moments bitwise, the next steps as if nothing had happened.
 
-Each layout saves once and resumes once what the one before it saved. Of the sizes, tp and dp divide few: 515 tokens, 45 ffn columns.
+Each layout saves once and resumes what the one before it in a round saved. The rounds are such that each size of an axis, and each mode,
+changes into each other one, and that each two of them change together. Of the sizes, tp and dp divide few: 515 tokens, 45 ffn columns.
 """
 
+from itertools import combinations, permutations
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from ranks_resume import GLOBAL_BATCH, SAVED, Layout, Run, fit
 
 from lightning_3d.checkpoint import step_folder
+from lightning_3d.parallel.data import DATA_PARALLEL_MODES
 from lightning_3d.testing import RankPool
 
 Seen = list[dict[str, Any]]
@@ -29,14 +32,29 @@ LAYOUTS = [
     Layout(dp=2, pp=2, mode="zero2"),
     Layout(tp=4, sequence_parallel=True),
 ]
+MODES = [
+    Layout(dp=2),
+    Layout(dp=2, tp=2, mode="zero2", sequence_parallel=True),
+    Layout(dp=4),
+    Layout(dp=2, pp=2, virtual=2, mode="fsdp"),
+    Layout(dp=2, pp=2, mode="zero2"),
+    Layout(dp=4, mode="hsdp"),
+    Layout(dp=4, mode="zero2"),
+    Layout(dp=2, tp=2, mode="fsdp"),
+    Layout(dp=2, pp=2),
+    Layout(dp=4, mode="hsdp"),
+]
+AXES = [Layout(tp=2), Layout(tp=4), Layout(tp=2, pp=2, virtual=2), Layout(pp=4)]
 OF_EIGHT = [
     Layout(dp=2, tp=2, pp=2, mode="fsdp"),
     Layout(dp=4, tp=2, mode="hsdp", sequence_parallel=True),
     Layout(dp=4, tp=2, mode="fsdp"),
+    Layout(tp=2, pp=4, sequence_parallel=True),
+    Layout(dp=2, tp=2, pp=2, virtual=2, mode="zero2"),
 ]
 TIED = [Layout(), Layout(pp=2), Layout(dp=2, pp=2, mode="fsdp"), Layout(tp=2, pp=2)]
 TIMEOUT_S = 250  # eight processes may have to start first
-ONWARD = {"max_steps": SAVED + 2}
+ONWARD = {"max_steps": SAVED + 3}
 
 
 class Saved:
@@ -50,8 +68,15 @@ class Saved:
         folder = self._root / str(layout) / str(len(model))
         if key not in self._seen:
             run = Run(layout, str(folder), model=model, trainer=ONWARD)
-            self._seen[key] = self._pool.run(fit, layout.world_size, (run,), timeout_s=TIMEOUT_S)
+            self._seen[key] = [owned(seen) for seen in self._pool.run(fit, layout.world_size, (run,), timeout_s=TIMEOUT_S)]
         return str(step_folder(folder, SAVED)), self._seen[key]
+
+
+def owned(seen: dict[str, Any]) -> dict[str, Any]:
+    """With copies of the tensors: each one that a process has sent holds a file open."""
+    return {
+        key: {name: tensor.clone() for name, tensor in value.items()} if isinstance(value, dict) else value for key, value in seen.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +106,23 @@ def check(a: Layout, b: Layout, saved: Saved, pool: RankPool, folder: Path, **mo
             torch.testing.assert_close(value, final[key], rtol=0, atol=1e-10, msg=lambda m, key=key: f"{key}: {m}")
 
 
-@pytest.mark.parametrize(("a", "b"), pairs(LAYOUTS))
+def axes(layout: Layout) -> dict[str, Any]:
+    """What a layout is made of; one replica has no mode."""
+    names = ["dp", "tp", "pp", "virtual", "sequence_parallel", *["mode"] * (layout.dp > 1)]
+    return {name: getattr(layout, name) for name in names}
+
+
+def test_everything_changes_into_everything() -> None:
+    rounds = [pair.values for each in (LAYOUTS, MODES, AXES, OF_EIGHT) for pair in pairs(each)]
+    changes = [(axes(a), axes(b)) for a, b in rounds]
+    sizes = dict.fromkeys(("dp", "tp", "pp"), (1, 2, 4)) | {"virtual": (1, 2), "sequence_parallel": (False, True)}
+    for axis, values in (sizes | {"mode": DATA_PARALLEL_MODES}).items():
+        assert {(a.get(axis), b.get(axis)) for a, b in changes} >= set(permutations(values, 2)), axis
+    together = {(one, other) for a, b in changes for one, other in combinations(a, 2) if a[one] != b[one] and a[other] != b.get(other)}
+    assert together >= set(combinations([*sizes, "mode"], 2))
+
+
+@pytest.mark.parametrize(("a", "b"), [*pairs(LAYOUTS), *pairs(MODES), *pairs(AXES)])
 def test_resumes_elsewhere(a: Layout, b: Layout, saved: Saved, pool: RankPool, tmp_path: Path) -> None:
     check(a, b, saved, pool, tmp_path)
 
