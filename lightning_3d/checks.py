@@ -20,7 +20,8 @@ def check_run(module: Any, datamodule: Any, layout: Layout, *, engine: str, micr
     check_engine(engine, pp=dims.pp, virtual_stages=layout.virtual_stages, microbatches=microbatches)
     if not all(hasattr(module, name) for name in ("build_stage", "pipeline_loss", "pipeline_step")):
         _check_plain(module, layout)
-    for length in getattr(datamodule, "sequence_lengths", ()):
+    lengths = getattr(datamodule, "sequence_lengths", None) or [getattr(datamodule, "sequence_length", 0)]
+    for length in lengths:
         if layout.sequence_parallel and length % dims.tp:
             raise ConfigError(f"sequence_length={length} is not divisible by tp={dims.tp}, as sequence_parallel: true needs: change one")
     if hasattr(module, "check_layout"):
