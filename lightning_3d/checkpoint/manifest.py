@@ -84,7 +84,7 @@ def _entries(folder: Place) -> Entries:
     try:
         with (folder / MANIFEST_FILE).open("rb") as file:
             return json.loads(file.read())["files"]
-    except (ValueError, KeyError, TypeError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         return {MANIFEST_FILE: {"nbytes": -1, "xxh3_128": ""}}  # says of itself that it is cut off
 
 

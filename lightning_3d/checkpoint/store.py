@@ -131,7 +131,12 @@ def sizes(folder: Place) -> dict[str, int]:
     """Names in a folder, with their bytes; in a store, one request."""
     if isinstance(folder, StorePath):
         return folder.sizes()
-    return {path.name: path.stat().st_size for path in folder.iterdir() if path.exists()} if folder.is_dir() else {}
+    found: dict[str, int] = {}
+    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):  # a run is removing an old checkpoint while someone looks
+                found[entry.name] = entry.stat().st_size
+    return found
 
 
 def to_disk(file: Any) -> None:

@@ -1,6 +1,8 @@
 """A checkpoint is there once it is whole, and not a moment before."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -110,3 +112,21 @@ def test_clearing_touches_nothing_else(tmp_path: Path) -> None:
     clear_leftovers(tmp_path / "nowhere")
     assert sorted(os.listdir(tmp_path)) == [".cache", ".step-x.unfinished", "step-1", "step-2.unfinished"]
     assert unfinished(tmp_path / "step-1").name == ".step-1.unfinished"
+
+
+def test_looking_while_others_remove(tmp_path: Path) -> None:
+    """A run removes old checkpoints at any moment: whoever looks sees them, or does not."""
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from lightning_3d.checkpoint import remove, step_folder\n"
+        "from tests.checkpoint.test_folder import write\n"
+        "from lightning_3d.checkpoint.folder import commit\n"
+        "root = Path(sys.argv[1])\n"
+        "for n in range(300):\n"
+        "    write(step_folder(root, n)); commit(step_folder(root, n)); n > 1 and remove(step_folder(root, n - 2))\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=Path(__file__).parents[2]) as other:
+        while other.poll() is None:
+            assert len(whole_steps(tmp_path)) <= 3
+    assert other.returncode == 0
+    assert whole_steps(tmp_path) == [298, 299]

@@ -81,6 +81,7 @@ def assert_same_losses(folder: Path, straight: Path, *, restarts: int) -> None:
     assert max(abs(loss - expected[step]) for step, loss in seen) < 1e-10
 
 
+@pytest.mark.slow  # two minutes; the next test restarts too
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("on_path")
 def test_a_killed_worker(start: Starter) -> None:

@@ -16,13 +16,13 @@ from lightning_3d.model.llama import LlamaStage
 from lightning_3d.parallel.recompute import check_recompute, recompute_blocks
 from lightning_3d.testing import RankPool
 
-LAYOUTS = [
-    Layout(dp=2, mode="fsdp"),
-    Layout(dp=2, mode="zero2"),
-    Layout(pp=2),
-    Layout(pp=2, virtual=2),
-    Layout(tp=2),
-    Layout(tp=2, sequence_parallel=True),
+LAYOUTS: list[tuple[Layout, list[Any]]] = [
+    (Layout(dp=2, mode="fsdp"), ["full", "selective"]),
+    (Layout(dp=2, mode="zero2"), [2]),
+    (Layout(pp=2), ["full"]),
+    (Layout(pp=2, virtual=2), ["selective"]),
+    (Layout(tp=2), ["selective"]),
+    (Layout(tp=2, sequence_parallel=True), ["full", "selective"]),
 ]
 
 
@@ -74,12 +74,12 @@ def test_what_is_computed_twice() -> None:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_the_same_numbers_in_every_layout(layout: Layout, pool: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layout", "modes"), LAYOUTS, ids=str)
+def test_the_same_numbers_in_every_layout(layout: Layout, modes: list[Any], pool: RankPool, tmp_path: Path) -> None:
     """Losses and weights of 8 steps, bit by bit."""
     run = Run(layout, str(tmp_path / "none"))
     plain = pool.run(fit, layout.world_size, (run,))
-    for mode in ("full", "selective", 2):
+    for mode in modes:
         changed = replace(run, layout=replace(layout, recompute=mode), folder=str(tmp_path / str(mode)))
         for seen, expected in zip(pool.run(fit, layout.world_size, (changed,)), plain, strict=True):
             assert seen["losses"] == expected["losses"]
