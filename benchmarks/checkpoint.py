@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from figures import against_neighbours, shown, spread, write
 from layouts import layout
-from measure import Replica, Setting, quiet
+from measure import Replica, Setting, bare_trainer, quiet
 from rich.console import Console
 from rich.table import Table
 
@@ -67,18 +67,7 @@ def fit(setting: Setting, arguments: dict[str, Any], repeats: int, place: str) -
     quiet()
     strategy = ThreeDStrategy(batch_accumulation_per_replica=setting.accumulation, **arguments)
     turns = TakeTurns(repeats, Path(place))
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=dist.get_world_size(),
-        strategy=strategy,
-        max_steps=1,
-        callbacks=[turns],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-    )
+    trainer = bare_trainer(strategy, max_steps=1, callbacks=[turns])
     trainer.fit(LlamaModule(setting.llama, AdamW(lr_decay_style="constant")), Replica(setting, strategy))
     return turns.figures
 

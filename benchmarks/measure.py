@@ -171,22 +171,26 @@ def fit(setting: Setting, layout: dict[str, Any]) -> Costs:
     quiet()
     turns = TakeTurns(setting)
     strategy = ThreeDStrategy(batch_accumulation_per_replica=setting.accumulation, **layout)
-    trainer = pl.Trainer(
+    steps = setting.warmup + setting.steps * setting.segments
+    trainer = bare_trainer(strategy, max_steps=steps, gradient_clip_val=setting.clip or None, callbacks=[turns])
+    optim = AdamW(LEARNING_RATE, *BETAS, weight_decay=WEIGHT_DECAY, lr_decay_style="constant")
+    trainer.fit(LlamaModule(setting.llama, optim), Replica(setting, strategy))
+    return turns.costs
+
+
+def bare_trainer(strategy: ThreeDStrategy, **options: Any) -> pl.Trainer:
+    """On CPUs, on every rank of a process group or on one process without, and with nothing that is not measured."""
+    return pl.Trainer(
         accelerator="cpu",
         devices=dist.get_world_size() if dist.is_initialized() else 1,
         strategy=strategy,
-        max_steps=setting.warmup + setting.steps * setting.segments,
-        gradient_clip_val=setting.clip or None,
-        callbacks=[turns],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
+        **options,
     )
-    optim = AdamW(LEARNING_RATE, *BETAS, weight_decay=WEIGHT_DECAY, lr_decay_style="constant")
-    trainer.fit(LlamaModule(setting.llama, optim), Replica(setting, strategy))
-    return turns.costs
 
 
 def options(parser: ArgumentParser, argv: list[str] | None) -> tuple[Namespace, Setting]:

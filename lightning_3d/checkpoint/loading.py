@@ -3,9 +3,7 @@
 import logging
 import re
 from collections.abc import Sequence
-from typing import Any
 
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
@@ -16,7 +14,7 @@ from lightning_3d.checkpoint.folder import TRAINER_FILE, is_checkpoint, latest_c
 from lightning_3d.checkpoint.manifest import damage
 from lightning_3d.checkpoint.plain import read_plain
 from lightning_3d.checkpoint.planner import LoadPlanner
-from lightning_3d.checkpoint.state import GROUPS, OwnState, State, rank, world_size
+from lightning_3d.checkpoint.state import GROUPS, OwnState, State, gather_all, rank, world_size
 from lightning_3d.checkpoint.store import at
 from lightning_3d.errors import ConfigError, DamagedCheckpointError
 
@@ -124,17 +122,3 @@ def _agree(error: str | None, path: str, names: set[str], held: Metadata, *, str
     found = next((error for error, _ in everyone if error), over)
     if found:
         raise ConfigError(f"ckpt_path={path} {found}")
-
-
-def gather_all(value: Any) -> list[Any]:
-    """Every rank's value, on all ranks.
-
-    Shapes: none.
-    Placement: each rank's own -> all of them on all ranks.
-    Communication: all-gather of a small object, world.
-    Source: this project.
-    """
-    values = [value] * world_size()
-    if world_size() > 1:
-        dist.all_gather_object(values, value)
-    return values

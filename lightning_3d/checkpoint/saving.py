@@ -27,7 +27,7 @@ from lightning_3d.checkpoint.manifest import Entries, write_manifest
 from lightning_3d.checkpoint.plain import plain, write_plain
 from lightning_3d.checkpoint.planner import SavePlanner
 from lightning_3d.checkpoint.randomness import RANDOM_STATES, gather_random_states
-from lightning_3d.checkpoint.state import GROUPS, OwnState, State, rank, world_size
+from lightning_3d.checkpoint.state import GROUPS, OwnState, State, gather_all, rank, world_size
 from lightning_3d.checkpoint.store import Place, at
 from lightning_3d.errors import CheckpointWriteError
 
@@ -144,14 +144,14 @@ class _Save:
         Source: torch.distributed.checkpoint.
         """
         sizes = {name: value.numel() * value.element_size() for name, value in self.state.items() if isinstance(value, Tensor)}
-        everyone = self._gather(sizes)
+        everyone = gather_all(sizes, self.group)
         self._on_rank_0(lambda: self._begin(sum({name: size for each in everyone for name, size in each.items()}.values())))
         writer = Writer(unfinished(self.folder))
         try:
             dcp.save(self.state, storage_writer=writer, planner=SavePlanner(self.copies), process_group=self.group)
         except CheckpointException as error:  # on all ranks
             self._give_up("; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in error.failures.items()))
-        written = self._gather(writer.entries)
+        written = gather_all(writer.entries, self.group)
         self._on_rank_0(lambda: self._finish(written))
 
     def _begin(self, nbytes: int) -> None:
@@ -177,7 +177,7 @@ class _Save:
                 action()
             except Exception as problem:  # whatever it is, the others wait to hear of it
                 error = str(problem) or repr(problem)
-        if found := self._gather(error)[0]:
+        if found := gather_all(error, self.group)[0]:
             self._give_up(found)
 
     def _give_up(self, reason: str) -> None:
@@ -187,16 +187,3 @@ class _Save:
         if isinstance(self.folder, Path) and self.folder.parent.is_dir():
             room = f" ({shutil.disk_usage(self.folder.parent).free / 2**30:,.2f} GiB are free there)"
         raise CheckpointWriteError(f"checkpoint {self.folder} was not written{room}: {reason}")
-
-    def _gather(self, value: Any) -> list[Any]:
-        """Every rank's value, on all ranks.
-
-        Shapes: none.
-        Placement: each rank's own -> all of them on all ranks.
-        Communication: all-gather of a small object, world.
-        Source: this project.
-        """
-        values = [value] * world_size()
-        if world_size() > 1:
-            dist.all_gather_object(values, value, group=self.group)
-        return values

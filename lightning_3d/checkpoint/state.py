@@ -90,3 +90,17 @@ def rank() -> int:
 def world_size() -> int:
     """Processes in the process group; 1 without."""
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def gather_all(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's value, on all ranks.
+
+    Shapes: none.
+    Placement: each rank's own -> all of them on all ranks.
+    Communication: all-gather of a small object, world.
+    Source: this project.
+    """
+    values = [value] * world_size()
+    if world_size() > 1:
+        dist.all_gather_object(values, value, group=group)
+    return values
