@@ -4,7 +4,7 @@ Lightning's hooks only, each a few lines that delegate. Nothing of Lightning is 
 pipeline's schedule runs inside the ordinary ``training_step`` and hands its gradients over through autograd (parallel/gradients.py).
 """
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -14,19 +14,16 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from jaxtyping import Float
-from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_3d.checkpoint import Saver, load_trainer_state, put_random_states_back, remove, restore, restore_or_older
+from lightning_3d.checkpoint import Saver
 from lightning_3d.checks import check_run
 from lightning_3d.errors import ConfigError
 from lightning_3d.interrupt import EndTogether, RankLauncher, init_worker
@@ -42,9 +39,10 @@ from lightning_3d.parallel.stages import Layout, Stages
 from lightning_3d.parallel.step import StepRunner
 from lightning_3d.precision import with_global_clipping
 from lightning_3d.rendezvous import connect_under_torchrun
+from lightning_3d.sharded_checkpoints import ShardedCheckpoints
 
 
-class ThreeDStrategy(ModelParallelStrategy):
+class ThreeDStrategy(ShardedCheckpoints):
     """Data, tensor and pipeline parallelism: dp x tp x pp = number of processes.
 
     Args:
@@ -100,11 +98,12 @@ class ThreeDStrategy(ModelParallelStrategy):
         self._zero_grad_is_next = False
         self.together = EndTogether(self)
         self.saver = Saver(in_background=async_checkpoint)
-        self.resume_from_older = False  # where the checkpoint to load is damaged
+        self.resume_from_older = False
 
     # ---- layout ----------------------------------------------------------------------------------------------------------
 
     @property
+    @override
     def dims(self) -> ParallelDims:
         """Sizes of the axes; known once the Trainer is built."""
         assert self._dims is not None, "the strategy is not connected to a Trainer yet"
@@ -115,11 +114,6 @@ class ThreeDStrategy(ModelParallelStrategy):
         """The axes as process groups; known once the processes are connected."""
         assert self._mesh is not None, "the processes are not connected yet"
         return self._mesh
-
-    @property
-    def _module(self) -> Any:
-        assert self.lightning_module is not None
-        return self.lightning_module
 
     @property
     def layout(self) -> Layout:
@@ -333,61 +327,6 @@ class ThreeDStrategy(ModelParallelStrategy):
     def barrier(self, name: str | None = None) -> None:
         if not self.together.is_lost:
             super().barrier(name)
-
-    # ---- checkpoints -----------------------------------------------------------------------------------------------------
-
-    @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        return super().checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        raise ConfigError(f"plugins: {type(io).__name__} has no effect on sharded checkpoints: leave it out")
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Nothing: ``save_checkpoint`` writes the shards from the module itself."""
-        return {}
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Nothing, for the same reason."""
-        return {}
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        if storage_options is not None:
-            raise ConfigError("storage_options of save_checkpoint() have no effect on sharded checkpoints: leave them out")
-        if self.together.all_arrived():
-            optimizers = self.optimizers if "optimizer_states" in checkpoint else []  # not there: weights only
-            self.saver.save(self.broadcast(str(filepath)), self._module, optimizers, checkpoint, layout=str(self.dims))
-            state = self._module.trainer.state
-            if (state.fn, state.status) != (TrainerFn.FITTING, TrainerStatus.RUNNING):  # no training to go on with
-                self.saver.wait()
-
-    @override
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        load = restore_or_older if self.resume_from_older else restore
-        path = load(self.broadcast(str(checkpoint_path)), self._module, self.optimizers, strict=self._module.strict_loading)
-        state = load_trainer_state(path)
-        if self._module.trainer.state.fn == TrainerFn.FITTING:
-            put_random_states_back(state, str(self.dims))
-        return state
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing: ``load_checkpoint`` has loaded it."""
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing: ``load_checkpoint`` has loaded it."""
-
-    @override
-    def remove_checkpoint(self, filepath: _PATH) -> None:
-        self.saver.wait()  # Lightning removes one as soon as the save of that which replaces it returns
-        if self.is_global_zero:
-            remove(filepath)
 
     @override
     def teardown(self) -> None:
