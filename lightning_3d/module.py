@@ -21,9 +21,9 @@ from lightning_3d.model.attention import check_attention
 from lightning_3d.model.config import LlamaConfig
 from lightning_3d.model.hf import HFWeights, read_hf_config
 from lightning_3d.model.llama import LlamaStage
-from lightning_3d.model.loss import IGNORE_INDEX, token_losses, z_losses
+from lightning_3d.model.loss import IGNORE_INDEX, chunked_token_losses, token_losses, z_losses
 from lightning_3d.optim.adamw import AdamW
-from lightning_3d.parallel.loss import vocab_parallel_argmax, vocab_parallel_token_losses
+from lightning_3d.parallel.loss import vocab_parallel_argmax, vocab_parallel_chunked_losses, vocab_parallel_token_losses
 from lightning_3d.parallel.microbatch import split_batch, tensor_leaves
 from lightning_3d.parallel.pipeline import split_layers
 from lightning_3d.parallel.plan import LLAMA_PLAN, Row, check_plan
@@ -152,6 +152,8 @@ class LlamaModule(PipelineMixin, pl.LightningModule):
         llama: shape of the model; null takes it from ``init_from``.
         optim: optimizer and learning rate.
         z_loss_coefficient: weight of the log-sum-exp squared in the loss; 0 leaves it out.
+        loss_chunks: parts of a microbatch's tokens whose logits are made one after the other, and again in the backward, so that those of
+            a large vocabulary are never all there.
         stage_layers: layers of each pipeline stage; null balances them by cost.
         init_seed: every layout starts from the same weights for one seed.
         init_from: folder of a Hugging Face Llama to start from; each rank reads its own parts. A checkpoint that is resumed has its own.
@@ -167,6 +169,7 @@ class LlamaModule(PipelineMixin, pl.LightningModule):
         llama: LlamaConfig | None = None,
         optim: AdamW | None = None,
         z_loss_coefficient: float = 0.0,
+        loss_chunks: int = 1,
         stage_layers: list[int] | None = None,
         init_seed: int = 42,
         init_from: str | None = None,
@@ -176,7 +179,9 @@ class LlamaModule(PipelineMixin, pl.LightningModule):
             raise ConfigError(
                 "model.llama: null: give the shape of the model, or model.init_from: a folder to take it and the weights from"
             )
-        self.init_from = init_from
+        if loss_chunks < 1:
+            raise ConfigError(f"model.loss_chunks={loss_chunks} must be at least 1, which computes the loss at once")
+        self.init_from, self.loss_chunks = init_from, loss_chunks
         llama = llama or read_hf_config(str(init_from))
         self.llama, self.optim, self.z_loss_coefficient = llama, optim or AdamW(), z_loss_coefficient
         self.stage_layers, self.init_seed = stage_layers, init_seed
@@ -227,7 +232,7 @@ class LlamaModule(PipelineMixin, pl.LightningModule):
     @override
     def build_stage(self, index: int, num_stages: int) -> LlamaStage:
         layers = self.stage_split(num_stages)[index]
-        return LlamaStage(self.llama, layers, first=index == 0, last=index == num_stages - 1)
+        return LlamaStage(self.llama, layers, first=index == 0, last=index == num_stages - 1, head_later=self.loss_chunks > 1)
 
     @override
     def init_stage(self, stage: nn.Module, device: torch.device) -> None:
@@ -260,17 +265,31 @@ class LlamaModule(PipelineMixin, pl.LightningModule):
         z_loss = z_losses(lse, self.z_loss_coefficient).sum() / count
         return lm_loss + z_loss, {"lm_loss": lm_loss, "z_loss": z_loss}
 
-    def _token_losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        if self.tensor_parallel is None:
-            return token_losses(logits, labels)
-        return vocab_parallel_token_losses(logits, labels, self.llama.vocab_size, self.tensor_parallel)
+    def _token_losses(self, output: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        tp, chunks, vocabulary = self.tensor_parallel, self.loss_chunks, self.llama.vocab_size
+        if chunks == 1:
+            return token_losses(output, labels) if tp is None else vocab_parallel_token_losses(output, labels, vocabulary, tp)
+        weight = self._last_stage.head.weight
+        if tp is None:
+            return chunked_token_losses(output, weight, labels, chunks)
+        return vocab_parallel_chunked_losses(output, weight, labels, chunks, vocabulary, tp)
+
+    @property
+    def _last_stage(self) -> LlamaStage:
+        return next(stage for stage in self.stages.values() if isinstance(stage, LlamaStage) and stage.last)
 
     @override
     def pipeline_output(self, output: Float[Tensor, "B S E"], microbatch: Any) -> Int[Tensor, "B S"]:
         """The most likely next token at each position, (B, S)."""
+        if self.loss_chunks == 1:
+            return self._most_likely(output)
+        parts = output.flatten(0, 1).tensor_split(self.loss_chunks)
+        return torch.cat([self._most_likely(self._last_stage.logits(part)) for part in parts]).view(output.shape[:2])
+
+    def _most_likely(self, logits: Tensor) -> Tensor:
         if self.tensor_parallel is None:
-            return output.argmax(-1)
-        return vocab_parallel_argmax(output, self.llama.vocab_size, self.tensor_parallel)
+            return logits.argmax(-1)
+        return vocab_parallel_argmax(logits, self.llama.vocab_size, self.tensor_parallel)
 
     @override
     def training_step(self, batch: Any, batch_idx: int) -> Float[Tensor, ""]:

@@ -45,7 +45,7 @@ class Embedding(nn.Embedding):
         """Draw the weights anew from the global generator."""
         nn.init.normal_(self.weight, std=self.std)
 
-    def attend(self, x: Float[Tensor, "B S D"]) -> Float[Tensor, "B S V"]:
+    def attend(self, x: Float[Tensor, "*batch D"]) -> Float[Tensor, "*batch V"]:
         """Logits: the product of each hidden state with each token's embedding."""
         return F.linear(x, self.weight)
 
@@ -123,14 +123,15 @@ class LlamaStage(nn.Module):
         layers: the indices, in the whole model, of this stage's layers.
         first: has the embedding and takes token ids.
         last: has the norm and the head and gives logits.
+        head_later: the last stage gives the hidden states that its head would take; whoever has them applies `head` in parts.
 
     Raises:
         ConfigError: the attention asked for cannot run here.
     """
 
-    def __init__(self, config: LlamaConfig, layers: range, *, first: bool, last: bool) -> None:
+    def __init__(self, config: LlamaConfig, layers: range, *, first: bool, last: bool, head_later: bool = False) -> None:
         super().__init__()
-        self.first, self.last = first, last
+        self.first, self.last, self.head_later = first, last, head_later
         vocab, hidden, std = config.vocab_size, config.hidden_size, config.initializer_range
         if first or (last and config.tie_word_embeddings):
             self.embed_tokens = Embedding(vocab, hidden, std=std)
@@ -156,4 +157,13 @@ class LlamaStage(nn.Module):
         if not self.last:
             return x
         x = self.norm(x)
+        return x if self.head_later else self.logits(x)
+
+    @property
+    def head(self) -> Linear | Embedding:
+        """The module whose weight turns hidden states into logits."""
+        return self.lm_head if hasattr(self, "lm_head") else self.embed_tokens
+
+    def logits(self, x: Float[Tensor, "*batch D"]) -> Float[Tensor, "*batch E"]:
+        """What the head makes of normed hidden states."""
         return self.lm_head(x) if hasattr(self, "lm_head") else self.embed_tokens.attend(x)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lightning_3d.model.loss import chunked_token_losses
 from lightning_3d.parallel.tensor import TensorParallel, gather
 from lightning_3d.placement import local_range
 
@@ -63,10 +64,34 @@ def vocab_parallel_token_losses(
     return _VocabParallelLosses.apply(logits, labels, start, tp.group)
 
 
-def vocab_parallel_argmax(logits: Float[Tensor, "B S V/tp"], vocab_size: int, tp: TensorParallel) -> Int[Tensor, "B S"]:
+def vocab_parallel_chunked_losses(
+    hidden: Float[Tensor, "B S D"],
+    weight: Float[Tensor, "V/tp D"],
+    labels: Int[Tensor, "B S"],
+    chunks: int,
+    vocab_size: int,
+    tp: TensorParallel,
+) -> tuple[Float[Tensor, "B S"], Float[Tensor, "B S"]]:
+    """Per token the same, from the head's input and weight; logits are there for 1/chunks of the tokens and 1/tp of the vocabulary at once.
+
+    Shapes: hidden (B, S, D), weight (V/tp, D), results (B, S).
+    Placement: the weight Shard(0) over tp -> replicated over tp.
+    Communication: all-gather, tp, of 2 numbers a token, once for all chunks.
+    Source: Shoeybi et al. 2019 (Megatron-LM), section 3.
+    """
+
+    def join(own: Float[Tensor, "T"], target: Float[Tensor, "T"]) -> tuple[Float[Tensor, "T"], Float[Tensor, "T"]]:
+        lses, targets = gather(torch.stack((own, target)), tp.group).unbind(1)
+        return lses.logsumexp(0), targets.sum(0)
+
+    start, _ = local_range(vocab_size, tp.size, tp.index)
+    return chunked_token_losses(hidden, weight, labels, chunks, start=start, join=join)
+
+
+def vocab_parallel_argmax(logits: Float[Tensor, "*batch V/tp"], vocab_size: int, tp: TensorParallel) -> Int[Tensor, "*batch"]:
     """The id of the largest logit.
 
-    Shapes: (B, S, V/tp) -> (B, S).
+    Shapes: (..., V/tp) -> (...).
     Placement: Shard(2) over tp -> replicated over tp.
     Communication: all-reduce (max) and all-reduce (min), tp, of 1 number a token each.
     Source: this project.

@@ -3,8 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
 
-from lightning_3d.model.loss import token_losses, z_losses
+from lightning_3d.model.loss import chunked_token_losses, token_losses, z_losses
 
 
 def draw(dtype=torch.float64, masked=0.3):
@@ -82,3 +83,74 @@ def test_a_label_outside_the_vocabulary_is_an_error():
     labels[0, 0] = -1
     with pytest.raises(RuntimeError, match="out of bounds"):
         token_losses(logits, labels)
+
+
+def draw_head(dtype=torch.float64, vocabulary=19):
+    labels = draw()[1]
+    generator = torch.Generator().manual_seed(4)
+    hidden = torch.randn(*labels.shape, 5, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(vocabulary, 5, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    return hidden, weight, labels
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4, 21, 30])  # of 21 tokens; some chunks are empty at last
+def test_chunks_equal_the_whole(chunks):
+    hidden, weight, labels = draw_head()
+    grads = torch.rand(2, *labels.shape, dtype=torch.float64)
+    whole = torch.stack(token_losses(F.linear(hidden, weight), labels))
+    parts = torch.stack(chunked_token_losses(hidden, weight, labels, chunks))
+    torch.testing.assert_close(parts, whole, rtol=0, atol=1e-14)
+    expected = torch.autograd.grad(whole, (hidden, weight), grads)
+    for _ in range(2):  # schedules that split the backward run it twice
+        ours = torch.autograd.grad(parts, (hidden, weight), grads, retain_graph=True)
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-14)
+
+
+def test_chunks_of_frozen_heads_and_of_labels_outside():
+    hidden, weight, labels = draw_head()
+    weight.requires_grad_(False)
+    nll, lse = chunked_token_losses(hidden, weight, labels, 4)
+    (nll.sum() + lse.sum()).backward()
+    assert hidden.grad.abs().sum() > 0
+    labels[0, 0] = -1
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        chunked_token_losses(hidden, weight, labels, 4)
+
+
+def test_chunks_under_autocast_multiply_in_bfloat16_and_add_in_float32():
+    hidden, weight, labels = draw_head(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        whole = torch.stack(token_losses(F.linear(hidden, weight), labels))
+        parts = torch.stack(chunked_token_losses(hidden, weight, labels, 4))
+    assert torch.equal(parts, whole)
+    exact = chunked_token_losses(hidden, weight, labels, 4)
+    assert not torch.equal(parts, torch.stack(exact))
+    grads = torch.rand(2, *labels.shape)
+    of_whole, of_parts = (torch.autograd.grad(losses, (hidden, weight), grads) for losses in (whole, parts))
+    assert [grad.dtype for grad in of_parts] == [torch.float32] * 2
+    torch.testing.assert_close(of_parts, of_whole, rtol=0.02, atol=0.1)
+
+
+def peak_nbytes(of):
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        of()
+    held = peak = 0
+    for event in seen.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak
+
+
+def test_chunks_never_hold_all_logits():
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(*shape, generator=generator).requires_grad_() for shape in ((1, 512, 8), (1024, 8)))
+    labels = torch.randint(0, 1024, (1, 512), generator=generator)
+    all_logits = 512 * 1024 * 4
+
+    def run(chunks):
+        losses = token_losses(F.linear(hidden, weight), labels) if chunks == 1 else chunked_token_losses(hidden, weight, labels, chunks)
+        torch.autograd.grad(losses[0].sum(), (hidden, weight))
+
+    assert peak_nbytes(lambda: run(1)) > all_logits
+    assert peak_nbytes(lambda: run(16)) < all_logits / 4

@@ -25,6 +25,7 @@ class Scenario:
     tied: bool = False
     optimizer: str = "sgd"
     virtual: int = 1
+    loss_chunks: int = 1
 
     @property
     def world_size(self) -> int:
@@ -151,7 +152,7 @@ def run(s: Scenario) -> dict[str, Any]:
                 seen["norms"].append(float(trainer.strategy.last_grad_norm))
 
     strategy = ThreeDStrategy(**s.strategy())
-    module = Module(LlamaConfig(**s.model), z_loss_coefficient=1e-3)
+    module = Module(LlamaConfig(**s.model), z_loss_coefficient=1e-3, loss_chunks=s.loss_chunks)
     trainer = trainer_of(
         strategy, s.world_size, max_steps=STEPS, accumulate_grad_batches=s.accumulate, gradient_clip_val=CLIP, callbacks=[Record()]
     )

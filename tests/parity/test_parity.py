@@ -1,8 +1,8 @@
 """Every layout computes what one process computes: losses, unclipped gradients, norms, and weights after clipped steps, in float64.
 
 All 20 layouts (dp, tp, pp) with product 1, 2, 4 and 8 run. Over them, sequence parallelism, schedule, data-parallel mode, accumulation,
-tied embeddings and optimizer are chosen pairwise: every pair of two options' values that can occur together does. `make test-slow` runs
-the full product.
+tied embeddings, optimizer and chunks of the loss are chosen pairwise: every pair of two options' values that can occur together does.
+`make test-slow` runs the full product, with the loss at once.
 """
 
 from dataclasses import replace
@@ -30,6 +30,7 @@ OPTIONS: dict[str, list[Any]] = {
     "accumulate": [1, 2],
     "tied": [False, True],
     "optimizer": ["sgd", "adamw"],
+    "loss_chunks": [1, 5],  # of 16 or 32 tokens: uneven
 }
 
 
@@ -60,11 +61,12 @@ def name(s: Scenario) -> str:
         f"acc{s.accumulate}",
         *["sp"] * s.sequence_parallel,
         *["tied"] * s.tied,
+        *["chunks"] * (s.loss_chunks > 1),
     ]
     return "-".join(parts)
 
 
-ALL = [s for case in all_cases(OPTIONS, allowed) if runnable(s := scenario(case))]
+ALL = [s for case in all_cases(OPTIONS | {"loss_chunks": [1]}, allowed) if runnable(s := scenario(case))]
 PAIRWISE = [s for case in pairwise(OPTIONS, lambda c: allowed(c) and runnable(scenario(c))) if (s := scenario(case))]
 
 
@@ -90,7 +92,7 @@ def reference(s: Scenario) -> dict[str, Any]:
 
 
 def check(s: Scenario, ranks: list[dict[str, Any]]) -> None:
-    plain = reference(replace(s, sequence_parallel=False, engine="1f1b", mode="ddp"))
+    plain = reference(replace(s, sequence_parallel=False, engine="1f1b", mode="ddp", loss_chunks=1))
     held: set[str] = set()
     for rank, seen in enumerate(ranks):
         assert (seen["losses"], seen["norms"]) == (ranks[0]["losses"], ranks[0]["norms"]), f"rank {rank} sees other numbers"
