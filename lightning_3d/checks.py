@@ -43,8 +43,9 @@ def _check_plain(module: Any, layout: Layout) -> None:
             f"tp={dims.tp}: {name} does not say how it is cut: derive it from PipelineMixin and give it a tensor_parallel_plan, "
             "define configure_model(), or set tp=1"
         )
-    for key, value, default in (("data_parallel", layout.data_parallel, "ddp"), ("sequence_parallel", layout.sequence_parallel, False)):
+    for key, default in (("data_parallel", "ddp"), ("sequence_parallel", False), ("compile", False)):
+        value = getattr(layout, key)
         if value != default:
             raise ConfigError(
-                f"{key}={value} has no effect on {name}, which is no PipelineMixin: leave it out, or shard in configure_model()"
+                f"{key}={value} has no effect on {name}, which is no PipelineMixin: leave it out, or do it in configure_model()"
             )

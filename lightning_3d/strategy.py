@@ -29,6 +29,7 @@ from lightning_3d.errors import ConfigError
 from lightning_3d.interrupt import EndTogether, RankLauncher, init_worker
 from lightning_3d.mesh import Mesh, ParallelDims
 from lightning_3d.optim.clipping import clip_values, gradient_norm, gradients_of, parameters_of, scale_to_norm
+from lightning_3d.parallel.compiled import Compile, check_compile
 from lightning_3d.parallel.data import DATA_PARALLEL_MODES, DataParallel, start_equal
 from lightning_3d.parallel.evaluation import EvaluationRunner
 from lightning_3d.parallel.gradients import Gradients
@@ -56,6 +57,7 @@ class ThreeDStrategy(ShardedCheckpoints):
         sequence_parallel: keep S/tp of the hidden state on each tp rank between layers.
         batch_accumulation_per_replica: microbatches in a batch; None takes the data module's, else pp.
         recompute: what the backward computes again to save memory: none, full, selective, or full in every n-th block.
+        compile: torch.compile each block; the name of one of torch's backends takes that instead of inductor.
         async_checkpoint: write checkpoints while training goes on; it waits only for a copy of the state.
         timeout_s: seconds after which a collective that waits for a lost rank fails.
     """
@@ -72,6 +74,7 @@ class ThreeDStrategy(ShardedCheckpoints):
         sequence_parallel: bool = False,
         batch_accumulation_per_replica: int | None = None,
         recompute: Recompute = "none",
+        compile: Compile = False,  # noqa: A002  (the option's name)
         async_checkpoint: bool = False,
         process_group_backend: str | None = None,
         timeout_s: float = 1800.0,
@@ -86,7 +89,7 @@ class ThreeDStrategy(ShardedCheckpoints):
         self._sizes: dict[str, Any] = {"dp": dp, "tp": tp, "pp": pp, "replicate": dp_replicate}
         self.pp_engine, self.virtual_stages, self.data_parallel = pp_engine, virtual_stages, data_parallel
         check_recompute(recompute)
-        self.sequence_parallel, self.recompute = sequence_parallel, recompute
+        self.sequence_parallel, self.recompute, self.compile = sequence_parallel, recompute, compile
         self.batch_accumulation_per_replica = batch_accumulation_per_replica
         self.last_grad_norm: Tensor | None = None
         self._dims: ParallelDims | None = None
@@ -118,7 +121,7 @@ class ThreeDStrategy(ShardedCheckpoints):
     @property
     def layout(self) -> Layout:
         """What decides which parameters lie on a rank."""
-        return Layout(self.dims, self.virtual_stages, self.data_parallel, self.sequence_parallel, self.recompute)
+        return Layout(self.dims, self.virtual_stages, self.data_parallel, self.sequence_parallel, self.recompute, self.compile)
 
     @property
     def num_stages(self) -> int:
@@ -158,6 +161,7 @@ class ThreeDStrategy(ShardedCheckpoints):
         """Whether this module can run in this layout; called before processes start (``checks.py`` says what is refused)."""
         if hasattr(datamodule, "split_over"):
             datamodule.split_over(self.dims.dp)
+        check_compile(self.compile, self.root_device)
         check_run(module, datamodule, self.layout, engine=self.pp_engine, microbatches=self._microbatch_count(datamodule))
 
     @override

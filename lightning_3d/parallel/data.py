@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.mesh import DP, SHARD, Mesh
+from lightning_3d.parallel.blocks import blocks_of
 
 DataParallel = Literal["ddp", "zero2", "fsdp", "hsdp"]
 DATA_PARALLEL_MODES: tuple[str, ...] = get_args(DataParallel)
@@ -35,19 +36,13 @@ def shard_stage(stage: nn.Module, mesh: Mesh, mode: DataParallel) -> None:
     """
     if mode != "ddp" and mesh.dims.dp > 1:
         reshard = mode != "zero2" and mesh.dims.pp == 1
-        for block in _blocks(stage):
+        for block in blocks_of(stage):
             fully_shard(block, mesh=mesh.fsdp_mesh, reshard_after_forward=reshard)
         fully_shard(stage, mesh=mesh.fsdp_mesh, reshard_after_forward=False)
     for module in stage.modules():  # also where parallelize_stage() sharded under "ddp"
         if isinstance(module, FSDPModule):  # the second call alone fails on gloo, and neither recurses
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
-
-
-def _blocks(stage: nn.Module) -> Iterator[nn.Module]:
-    for child in stage.children():
-        if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield from child.children()
 
 
 def set_last_microbatch(stage: nn.Module, last: bool) -> None:

@@ -6,14 +6,14 @@
                 cheap to repeat and half of what a block keeps
     n           full, in every n-th block
 
-Blocks are the members of a stage's module lists and dicts, as for FSDP. What is repeated includes a block's collectives over tp, in the
+What is repeated includes a block's collectives over tp, in the
 same order on all its ranks. Numbers are the same, bit by bit.
 
 Source: Chen et al. 2016 (Training deep nets with sublinear memory cost); selective: Korthikanti et al. 2022 (Reducing Activation
 Recomputation), section 5.
 """
 
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lightning_3d.errors import ConfigError
+from lightning_3d.parallel.blocks import blocks_of
 
 Recompute = Literal["none", "full", "selective"] | int
 
@@ -50,12 +51,12 @@ def recompute_blocks(stage: nn.Module, mode: Recompute) -> None:
     """Let a stage's blocks recompute; by a subclass of their own class, so that all names stay."""
     if mode == "none":
         return
-    groups = (child for child in stage.children() if isinstance(child, nn.ModuleList | nn.ModuleDict))
-    blocks = [block for group in groups for block in group.children()]
-    for block in blocks[:: mode if isinstance(mode, int) else 1]:
-        block.__class__ = _subclass(type(block), keeps=mode == "selective")
+    for block in list(blocks_of(stage))[:: mode if isinstance(mode, int) else 1]:
+        cls: Any = type(block)
+        block.__class__ = _subclass(cls, keeps=mode == "selective")
 
 
+@cache  # torch.compile takes a class of its own for other code
 def _subclass(cls: type[nn.Module], *, keeps: bool) -> type[nn.Module]:
     options: dict[str, Any] = {"use_reentrant": False}
     if keeps:

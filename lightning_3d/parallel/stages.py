@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.mesh import TP, Mesh, ParallelDims
+from lightning_3d.parallel.compiled import Compile, compile_blocks
 from lightning_3d.parallel.data import DataParallel, shard_stage
 from lightning_3d.parallel.plan import Row, apply_plan, full_numel, local_numel
 from lightning_3d.parallel.recompute import Recompute, recompute_blocks
@@ -44,6 +45,7 @@ class Layout:
     data_parallel: DataParallel = "ddp"
     sequence_parallel: bool = False
     recompute: Recompute = "none"
+    compile: Compile = False
 
     @property
     def num_stages(self) -> int:
@@ -85,6 +87,7 @@ class Stages:
             elif tp is not None:
                 stages.partial |= set(apply_plan(stage, builder.tensor_parallel_plan, tp))
             recompute_blocks(stage, layout.recompute)
+            compile_blocks(stage, layout.compile)
             shard_stage(stage, mesh, layout.data_parallel)
             builder.init_stage(stage, device)
             stages.modules[index] = stage

@@ -116,6 +116,9 @@ class TensorParallel:
         self.size = mesh.size()
         self.index = mesh.get_local_rank()
         self.sequence_parallel = sequence_parallel
+        self.classes: dict[
+            Any, type[nn.Module]
+        ] = {}  # one for all modules of a kind: torch.compile takes a class of its own for other code
 
     def _sum(self, x: Tensor) -> Tensor:
         return all_reduce_sum(x, self.group)
@@ -202,6 +205,9 @@ def _distribute(parameter: nn.Parameter, tp: TensorParallel, dim: int | None) ->
 
 
 def _subclass(cls: type[nn.Module], tp: TensorParallel, region: Region, names: list[str], *, embeds: bool) -> type[nn.Module]:
+    key = (cls, region, embeds, *names)
+    if key in tp.classes:
+        return tp.classes[key]
     joins: dict[str, Callable[[Tensor], Tensor]] = {"enter": tp.enter, "leave": tp.leave}
     join = joins.get(region, lambda y: y)
 
@@ -210,7 +216,8 @@ def _subclass(cls: type[nn.Module], tp: TensorParallel, region: Region, names: l
 
     scales = {name: 1 / tp.size if name == "bias" and region == "leave" else 1.0 for name in names}
     members: dict[str, Any] = {name: _local_property(name, scale) for name, scale in scales.items()}
-    return type(f"{region.capitalize()}{cls.__name__}", (cls,), members | {"forward": forward})
+    tp.classes[key] = type(f"{region.capitalize()}{cls.__name__}", (cls,), members | {"forward": forward})
+    return tp.classes[key]
 
 
 def _local_property(name: str, scale: float) -> property:
