@@ -5,7 +5,6 @@ A further command is a line in FUNCTIONS: its options come from the function's s
 """
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from importlib import import_module
 from inspect import signature
 from typing import Any, NamedTuple
 
+from lightning_3d import launched
 from lightning_3d.errors import ConfigError
 from lightning_3d.usage import OneLineErrors
 
@@ -57,8 +57,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _show(error: ConfigError) -> None:
     """One line from one rank where all have the same error: the first to end takes the others with it while they wait here."""
-    rank = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
-    if rank:
+    if rank := launched.rank():
         time.sleep(5)
     sys.stderr.write(f"error{f' on rank {rank}' if rank else ''}: {error}\n")
 

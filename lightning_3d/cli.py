@@ -8,7 +8,6 @@ Only the parser of the command at hand is built: LightningCLI builds all four, w
 """
 
 import logging
-import os
 import warnings
 from typing import Any
 
@@ -19,6 +18,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
+from lightning_3d import launched
 from lightning_3d.callbacks import Checkpoint
 from lightning_3d.checkpoint import latest_checkpoint
 from lightning_3d.errors import ConfigError
@@ -89,10 +89,9 @@ class CLI(LightningCLI):
 
 
 def joined_processes(devices: Any) -> dict[str, int]:
-    """For ``trainer.devices: auto`` under torchrun: the processes that it started, which may be others after each restart."""
-    if devices != "auto" or "TORCHELASTIC_RUN_ID" not in os.environ:
-        return {}
-    return {"devices": int(os.environ["LOCAL_WORLD_SIZE"]), "num_nodes": int(os.environ["GROUP_WORLD_SIZE"])}
+    """For ``trainer.devices: auto`` under torchrun or srun: the processes that it started, which may be others after each restart."""
+    found = launched.processes()
+    return {"devices": found[0], "num_nodes": found[1]} if found and devices == "auto" else {}
 
 
 def plan_table(module: Any, datamodule: Any, strategy: Strategy) -> str:
@@ -155,8 +154,8 @@ def quiet() -> None:
     """Leave the screen to what concerns the run: from Lightning warnings only, from this package what rank 0 has to say."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    first = not int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
     logging.basicConfig(format="%(message)s")
-    logging.getLogger("lightning_3d").setLevel(logging.INFO if first else logging.WARNING)
+    logging.getLogger("lightning_3d").setLevel(logging.WARNING if launched.rank() else logging.INFO)
+    warnings.filterwarnings("ignore", message="The `srun` command is available")  # launched.py knows when it should have been used
     # Lightning 2.6 walks pytrees in a way that torch 2.13 deprecates; nothing that a user could mend.
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")

@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from jaxtyping import Float
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.plugins import Precision
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_3d import launched
 from lightning_3d.checkpoint import Saver
 from lightning_3d.checks import check_run
 from lightning_3d.errors import ConfigError
@@ -147,14 +149,17 @@ class ThreeDStrategy(ShardedCheckpoints):
     def _configure_launcher(self) -> None:
         """Called when the Trainer is built: the last moment to refuse sizes before processes start."""
         assert self.cluster_environment is not None
-        started = self.cluster_environment.world_size() if self.cluster_environment.creates_processes_externally else None
-        world_size = self.num_nodes * self.num_processes
-        if started is not None and started != world_size:
+        if isinstance(self.cluster_environment, SLURMEnvironment):
+            self.cluster_environment.auto_requeue = False  # it saves inside a signal handler: interrupt.py stops, recipes/slurm.sh requeues
+        asked = started = self.num_processes, self.num_nodes
+        if self.cluster_environment.creates_processes_externally:
+            started = launched.processes() or (self.cluster_environment.world_size() // self.num_nodes, self.num_nodes)
+        if started != asked:
             raise ConfigError(
-                f"trainer.devices={self.num_processes} x num_nodes={self.num_nodes} = {world_size}, but {started} processes were started: "
-                f"set trainer.devices to {started // self.num_nodes}"
+                f"trainer.devices={asked[0]} x num_nodes={asked[1]}, but {started[0]} processes were started on each of {started[1]} "
+                f"nodes: set trainer.devices={started[0]} and trainer.num_nodes={started[1]}, or trainer.devices=auto"
             )
-        self._dims = ParallelDims.resolve(world_size=world_size, **self._sizes)
+        self._dims = ParallelDims.resolve(world_size=asked[0] * asked[1], **self._sizes)
         self._launcher = RankLauncher(self.check, self.cluster_environment, self.num_processes, self.num_nodes)
 
     def check(self, module: Any, datamodule: Any) -> None:

@@ -73,6 +73,11 @@ class Starter:
         self._runs.append(Run([sys.executable, *LAUNCHERS[launcher], *map(str, arguments)], self.folder))
         return self._runs[-1]
 
+    def shell(self, command: str) -> Run:
+        """A line as it stands in the documentation."""
+        self._runs.append(Run(["bash", "-c", command], self.folder))
+        return self._runs[-1]
+
     def close(self) -> None:
         for run in self._runs:
             run.close()
@@ -87,5 +92,23 @@ def start(tmp_path: Path) -> Iterator[Starter]:
 
 @pytest.fixture
 def on_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a recipe can name `double.Diary`."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    """So that a recipe can name `double.Diary`, and a command `python` and `torchrun`."""
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+
+
+@pytest.fixture(scope="session")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run on one process, which those on many nodes must equal."""
+    from end_to_end.test_elastic import recipe
+
+    folder = tmp_path_factory.mktemp("alone")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+        run = Run([sys.executable, "-m", "lightning_3d", "fit", "--config", str(recipe(folder))], folder)
+        try:
+            assert run.wait() == 0, run.output
+        finally:
+            run.close()
+    return folder

@@ -81,7 +81,11 @@ def shown(output: str, name: str) -> float:
     [
         ("lightning", {"strategy": {"dp": 2, "pp": 2}}, "dp=2 x tp=1 x pp=2 = 4, but there are 2 processes"),
         ("torchrun", {"strategy": {"dp": 2, "pp": 2}}, "dp=2 x tp=1 x pp=2 = 4, but there are 2 processes"),
-        ("torchrun", {"devices": 3}, "trainer.devices=3 x num_nodes=1 = 3, but 2 processes were started: set trainer.devices to 2"),
+        (
+            "torchrun",
+            {"devices": 3},
+            "trainer.devices=3 x num_nodes=1, but 2 processes were started on each of 1 nodes: set trainer.devices=2",
+        ),
     ],
     ids=["lightning-product", "torchrun-product", "torchrun-devices"],
 )
