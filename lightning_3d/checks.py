@@ -7,6 +7,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_3d.errors import ConfigError
 from lightning_3d.parallel.pipeline import check_engine
 from lightning_3d.parallel.stages import Layout
+from lightning_3d.placement import head_tail
 
 
 def check_run(module: Any, datamodule: Any, layout: Layout, *, engine: str, microbatches: int) -> None:
@@ -14,7 +15,7 @@ def check_run(module: Any, datamodule: Any, layout: Layout, *, engine: str, micr
 
     Raises:
         ConfigError: a number of microbatches that the schedule cannot run, a setting without effect, a module that does not say how it
-            is split over pp or tp, or what the module itself refuses.
+            is split over pp, tp or cp, or what the module itself refuses.
     """
     dims = layout.dims
     check_engine(engine, pp=dims.pp, virtual_stages=layout.virtual_stages, microbatches=microbatches)
@@ -22,10 +23,15 @@ def check_run(module: Any, datamodule: Any, layout: Layout, *, engine: str, micr
         _check_plain(module, layout)
     lengths = getattr(datamodule, "sequence_lengths", None) or [getattr(datamodule, "sequence_length", 0)]
     for length in lengths:
-        if layout.sequence_parallel and length % dims.tp:
-            raise ConfigError(f"sequence_length={length} is not divisible by tp={dims.tp}, as sequence_parallel: true needs: change one")
+        if dims.cp > 1:
+            head_tail(length, dims.cp, 0)
+        if layout.sequence_parallel and length % (dims.cp * dims.tp):
+            size = f"cp x tp = {dims.cp * dims.tp}" if dims.cp > 1 else f"tp={dims.tp}"
+            raise ConfigError(f"sequence_length={length} is not divisible by {size}, as sequence_parallel: true needs: change one")
     if hasattr(module, "check_layout"):
         module.check_layout(dims, layout.num_stages)
+    if dims.cp > 1:
+        module.check_context_parallel(dims, layout.cp_method)
     if hasattr(module, "check_data"):
         module.check_data(datamodule)
 
@@ -42,6 +48,11 @@ def _check_plain(module: Any, layout: Layout) -> None:
         raise ConfigError(
             f"tp={dims.tp}: {name} does not say how it is cut: derive it from PipelineMixin and give it a tensor_parallel_plan, "
             "define configure_model(), or set tp=1"
+        )
+    if dims.cp > 1:
+        raise ConfigError(
+            f"cp={dims.cp}: {name} does not say how its attention reaches tokens on other ranks: derive it from PipelineMixin and define "
+            "apply_context_parallel(), or set cp=1"
         )
     for key, default in (("data_parallel", "ddp"), ("sequence_parallel", False), ("compile", False)):
         value = getattr(layout, key)

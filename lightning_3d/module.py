@@ -20,9 +20,10 @@ from lightning_3d.mesh import ParallelDims
 from lightning_3d.model.attention import check_attention
 from lightning_3d.model.config import LlamaConfig
 from lightning_3d.model.hf import HFWeights, read_hf_config
-from lightning_3d.model.llama import LlamaStage
+from lightning_3d.model.llama import Block, LlamaStage
 from lightning_3d.model.loss import IGNORE_INDEX, chunked_token_losses, token_losses, z_losses
 from lightning_3d.optim.adamw import AdamW
+from lightning_3d.parallel.context import ContextParallel
 from lightning_3d.parallel.loss import vocab_parallel_argmax, vocab_parallel_chunked_losses, vocab_parallel_token_losses
 from lightning_3d.parallel.microbatch import split_batch, tensor_leaves
 from lightning_3d.parallel.pipeline import split_layers
@@ -43,6 +44,7 @@ class PipelineMixin:
     init_seed: int = 42
     tensor_parallel_plan: tuple[Row, ...] = ()
     tensor_parallel: TensorParallel | None = None  # set by the strategy where tp > 1
+    context_parallel: ContextParallel | None = None  # set by the strategy where cp > 1
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -60,6 +62,20 @@ class PipelineMixin:
     def pipeline_loss(self, output: Any, microbatch: Any) -> Tensor | tuple[Tensor, Mapping[str, Tensor]]:
         """The mean loss of a microbatch, from the last stage's output; override."""
         raise TypeError(f"{type(self).__name__} must define pipeline_loss(output, microbatch)")
+
+    def apply_context_parallel(self, stage: nn.Module, context: ContextParallel) -> None:
+        """Override to support cp: give the stage's attention what ``context`` makes of it, and positions of the tokens held."""
+        raise TypeError(f"{type(self).__name__} must define apply_context_parallel(stage, context)")
+
+    def shard_sequence(self, batch: Any) -> Any:
+        """With cp, this rank's part of a batch: the tokens at ``context_parallel.places``, of every tensor that has a dim 1."""
+        assert self.context_parallel is not None
+        return self.context_parallel.shard_tree(batch)
+
+    def join_sequence(self, output: Any) -> Any:
+        """The inverse, of what ``pipeline_output`` gave; collective over cp."""
+        assert self.context_parallel is not None
+        return self.context_parallel.join_tree(output)
 
     def split_batch(self, batch: Any, count: int) -> list[Any]:
         """The batch as ``count`` microbatches: any pytree of tensors, on dim 0."""
@@ -97,6 +113,18 @@ class PipelineMixin:
         if dims.tp > 1 and not self.tensor_parallel_plan and not hasattr(self, "parallelize_stage"):
             raise ConfigError(
                 f"tp={dims.tp}: {type(self).__name__} has no tensor_parallel_plan and no parallelize_stage(): define one, or set tp=1"
+            )
+
+    def check_context_parallel(self, dims: ParallelDims, method: str) -> None:
+        """Override to refuse ways of splitting sequences over cp > 1; called before any process starts.
+
+        Raises:
+            ConfigError: the module does not support cp.
+        """
+        if type(self).apply_context_parallel is PipelineMixin.apply_context_parallel:
+            raise ConfigError(
+                f"cp={dims.cp}: {type(self).__name__} does not say how its attention reaches tokens on other ranks: define "
+                "apply_context_parallel(), or set cp=1"
             )
 
     def configure_model(self) -> None:
@@ -215,6 +243,36 @@ class LlamaModule(PipelineMixin, pl.LightningModule):
         check_attention(self.llama)
         self.stage_split(num_stages)
         self._weights_to_start_from()
+
+    @override
+    def check_context_parallel(self, dims: ParallelDims, method: str) -> None:
+        """Heads against ulysses, and an attention of its own against the other methods."""
+        if method != "ulysses" and self.llama.attn_implementation != "sdpa":
+            raise ConfigError(
+                f"attn_implementation: {self.llama.attn_implementation} cannot run with cp_method: {method}, which has kernels of its own: "
+                "choose attn_implementation: sdpa, or cp_method: ulysses"
+            )
+        sizes = {"num_attention_heads": self.llama.num_attention_heads, "num_key_value_heads": self.llama.kv_heads}
+        for key, heads in sizes.items():
+            if method == "ulysses" and heads // dims.tp % dims.cp:
+                raise ConfigError(
+                    f"{key}={heads} / tp={dims.tp} is not divisible by cp={dims.cp}, as cp_method: ulysses needs: choose another cp, or "
+                    "cp_method: ring"
+                )
+
+    @override
+    def apply_context_parallel(self, stage: nn.Module, context: ContextParallel) -> None:
+        assert isinstance(stage, LlamaStage)
+        stage.rope = rope = context.rotary(stage.rope)  # type: ignore[assignment]
+        for block in stage.layers.values():
+            assert isinstance(block, Block)
+            block.self_attn.rope, block.self_attn.attend = rope, context.attention(block.self_attn.attend)  # type: ignore[assignment]
+
+    @override
+    def shard_sequence(self, batch: Any) -> Any:
+        """This rank's tokens and labels; positions stay whole, since where a token's document begins may be another rank's to know."""
+        assert self.context_parallel is not None
+        return {key: value if key == "position_ids" else self.context_parallel.shard(value) for key, value in batch.items()}
 
     def check_data(self, datamodule: Any) -> None:
         """Whether the data's token ids are in the vocabulary."""

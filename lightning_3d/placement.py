@@ -7,6 +7,8 @@ arithmetic (2.13) is off by some rows where the sizes do not divide: 61 rows ove
 
 from torch.distributed.tensor import DTensor
 
+from lightning_3d.errors import ConfigError
+
 Chunk = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
 
@@ -14,6 +16,23 @@ def local_range(size: int, parts: int, index: int) -> tuple[int, int]:
     """Where part ``index`` of ``parts`` of a dim of ``size`` begins and ends; the last parts may be short or empty, as in DTensor."""
     chunk = -(-size // parts)
     return min(index * chunk, size), min((index + 1) * chunk, size)
+
+
+def head_tail(length: int, parts: int, index: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Where the two chunks of a sequence begin and end that a rank of a context-parallel group holds: of 2 x ``parts`` equal ones, the
+    ``index``-th from the front and the ``index``-th from the back, so that under a causal mask all ranks have the same work.
+
+    Raises:
+        ConfigError: the sequence does not divide.
+    """
+    if length % (2 * parts):
+        raise ConfigError(
+            f"sequence_length={length} is not divisible by 2 x cp = {2 * parts}, as two chunks of it on each of cp={parts} ranks need: "
+            "change one"
+        )
+    chunk = length // (2 * parts)
+    last = length - index * chunk
+    return (index * chunk, (index + 1) * chunk), (last - chunk, last)
 
 
 def local_chunk(tensor: DTensor) -> Chunk:

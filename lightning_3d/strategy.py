@@ -1,4 +1,4 @@
-"""``Trainer(strategy=ThreeDStrategy(dp=2, tp=2, pp=2))``: data, tensor and pipeline parallelism as a Lightning strategy.
+"""``Trainer(strategy=ThreeDStrategy(dp=2, tp=2, pp=2))``: data, tensor, pipeline and context parallelism as a Lightning strategy.
 
 Lightning's hooks only, each a few lines that delegate. Nothing of Lightning is patched, and no loop, closure or step is overridden: the
 pipeline's schedule runs inside the ordinary ``training_step`` and hands its gradients over through autograd (parallel/gradients.py).
@@ -32,6 +32,7 @@ from lightning_3d.interrupt import EndTogether, RankLauncher, init_worker
 from lightning_3d.mesh import Mesh, ParallelDims
 from lightning_3d.optim.clipping import clip_values, gradient_norm, gradients_of, parameters_of, scale_to_norm
 from lightning_3d.parallel.compiled import Compile, check_compile
+from lightning_3d.parallel.context import ContextMethod, check_method
 from lightning_3d.parallel.data import DATA_PARALLEL_MODES, DataParallel, start_equal
 from lightning_3d.parallel.evaluation import EvaluationRunner
 from lightning_3d.parallel.gradients import Gradients
@@ -46,16 +47,18 @@ from lightning_3d.sharded_checkpoints import ShardedCheckpoints
 
 
 class ThreeDStrategy(ShardedCheckpoints):
-    """Data, tensor and pipeline parallelism: dp x tp x pp = number of processes.
+    """Data, tensor, pipeline and context parallelism: dp x tp x pp x cp = number of processes.
 
     Args:
-        dp: replicas that read different data; "auto" takes what tp and pp leave.
+        dp: replicas that read different data; "auto" takes what the others leave.
         tp: ranks that share each layer's matrices.
         pp: ranks that share the layers.
+        cp: ranks that share each sequence.
+        cp_method: how attention reaches the other ranks' tokens, with cp > 1 (parallel/context.py); None: ring.
         pp_engine: schedule of the pipeline.
         virtual_stages: stages on each rank of the pipeline; more than one for ``interleaved_1f1b``.
         data_parallel: who holds copies of parameters, gradients and optimizer state (parallel/data.py).
-        dp_replicate: number of copies under ``hsdp``; its shards span dp / dp_replicate ranks.
+        dp_replicate: number of copies under ``hsdp``; its shards span dp x cp / dp_replicate ranks.
         sequence_parallel: keep S/tp of the hidden state on each tp rank between layers.
         batch_accumulation_per_replica: microbatches in a batch; None takes the data module's, else pp.
         recompute: what the backward computes again to save memory: none, full, selective, or full in every n-th block.
@@ -69,6 +72,8 @@ class ThreeDStrategy(ShardedCheckpoints):
         dp: int | Literal["auto"] = "auto",
         tp: int = 1,
         pp: int = 1,
+        cp: int = 1,
+        cp_method: ContextMethod | None = None,
         pp_engine: Engine = "1f1b",
         virtual_stages: int = 1,
         data_parallel: DataParallel = "ddp",
@@ -88,8 +93,10 @@ class ThreeDStrategy(ShardedCheckpoints):
                 f"data_parallel={data_parallel!r} with dp_replicate={dp_replicate}: choose from {list(DATA_PARALLEL_MODES)}; "
                 "hsdp needs dp_replicate >= 2, the others 1"
             )
-        self._sizes: dict[str, Any] = {"dp": dp, "tp": tp, "pp": pp, "replicate": dp_replicate}
+        self._sizes: dict[str, Any] = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "replicate": dp_replicate}
         self.pp_engine, self.virtual_stages, self.data_parallel = pp_engine, virtual_stages, data_parallel
+        check_method(cp_method, cp)
+        self.cp_method: ContextMethod = cp_method or "ring"
         check_recompute(recompute)
         self.sequence_parallel, self.recompute, self.compile = sequence_parallel, recompute, compile
         self.batch_accumulation_per_replica = batch_accumulation_per_replica
@@ -123,7 +130,9 @@ class ThreeDStrategy(ShardedCheckpoints):
     @property
     def layout(self) -> Layout:
         """What decides which parameters lie on a rank."""
-        return Layout(self.dims, self.virtual_stages, self.data_parallel, self.sequence_parallel, self.recompute, self.compile)
+        return Layout(
+            self.dims, self.virtual_stages, self.data_parallel, self.sequence_parallel, self.recompute, self.compile, self.cp_method
+        )
 
     @property
     def num_stages(self) -> int:

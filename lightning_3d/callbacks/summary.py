@@ -87,7 +87,7 @@ def layout(trainer: Trainer) -> str:
     if dims is None:
         return f"{type(strategy).__name__} on {devices}"
     modes = ", ".join(str(getattr(strategy, name)) for name in ("data_parallel", "pp_engine") if hasattr(strategy, name))
-    return f"dp={dims.dp} x tp={dims.tp} x pp={dims.pp} on {devices}, {modes}"
+    return f"{dims.describe()} on {devices}, {modes}"
 
 
 def folders(trainer: Trainer, last: str | None = None) -> dict[str, str]:

@@ -30,6 +30,12 @@ class Documents:
         self.begins: Bool[Tensor, "B S"] = begins
         self._masks: dict[torch.dtype, Float[Tensor, "B 1 S S"]] = {}
 
+    @cached_property
+    def starts(self) -> Int[Tensor, "B S"]:
+        """Where in the row each token's document begins."""
+        index = torch.arange(self.begins.shape[1], device=self.begins.device)
+        return (index * self.begins).cummax(1).values
+
     def mask(self, dtype: torch.dtype) -> Float[Tensor, "B 1 S S"]:
         """What is added to the scores: 0 where a token sees another, else minus infinity. Of a bool mask PyTorch would make one a layer."""
         if dtype not in self._masks:
@@ -54,12 +60,18 @@ def sdpa(
     q: Float[Tensor, "B S N H"], k: Float[Tensor, "B S K H"], v: Float[Tensor, "B S K H"], documents: Documents | None = None
 ) -> Float[Tensor, "B S N H"]:
     """Causal attention by PyTorch's own kernels, on every device and in every dtype."""
+    return masked_sdpa(q, k, v, None if documents is None else documents.mask(q.dtype))
+
+
+def masked_sdpa(
+    q: Float[Tensor, "B S N H"], k: Float[Tensor, "B T K H"], v: Float[Tensor, "B T K H"], mask: Float[Tensor, "b 1 S T"] | None
+) -> Float[Tensor, "B S N H"]:
+    """The same with a mask that is added to the scores; without one, causal."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     groups = q.shape[1] // k.shape[1]
-    if groups > 1 and q.is_cuda and (documents is not None or q.dtype not in (torch.float16, torch.bfloat16)):
+    if groups > 1 and q.is_cuda and (mask is not None or q.dtype not in (torch.float16, torch.bfloat16)):
         # CUDA's kernel for float32 and for masks takes no grouped heads: PyTorch would fall back to one that holds all S x S scores.
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    mask = None if documents is None else documents.mask(q.dtype)
     out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2)
 

@@ -143,7 +143,7 @@ class LlamaStage(nn.Module):
             self.lm_head = Linear(hidden, vocab, bias=False, std=std)
 
     def forward(
-        self, x: Int[Tensor, "B S"] | Float[Tensor, "B s D"], position_ids: Int[Tensor, "B S"] | None = None
+        self, x: Int[Tensor, "B S"] | Float[Tensor, "B s D"], position_ids: Int[Tensor, "B T"] | None = None
     ) -> Float[Tensor, "B t E"]:
         """Token ids (B, S) or the previous stage's hidden states; gives hidden states (B, S, D), on the last stage logits (B, S, V).
 

@@ -21,8 +21,8 @@ from lightning_3d.parallel.data import local
 
 def is_counted(tensor: Shaped[Tensor, "..."], mesh: Mesh) -> bool:
     """Whether this rank is the one that counts the elements of ``tensor`` that it holds."""
-    shards = mesh.dims.dp // mesh.dims.replicate
-    index = {DP: mesh.coord.dp, REPLICATE: mesh.coord.dp // shards, SHARD: mesh.coord.dp % shards, TP: mesh.coord.tp}
+    data, shards = mesh.coord.dp * mesh.dims.cp + mesh.coord.cp, mesh.dims.dp_cp // mesh.dims.replicate
+    index = {DP: data, REPLICATE: data // shards, SHARD: data % shards, TP: mesh.coord.tp}
     placed = {}
     if isinstance(tensor, DTensor):
         placed = dict(zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True))

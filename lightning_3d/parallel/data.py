@@ -34,7 +34,7 @@ def shard_stage(stage: nn.Module, mesh: Mesh, mode: DataParallel) -> None:
     the root unit: torch's pipelining defers the reduction to the end of the step only then. Under pp parameters stay whole
     between microbatches, else every microbatch would pay a gather.
     """
-    if mode != "ddp" and mesh.dims.dp > 1:
+    if mode != "ddp" and mesh.dims.dp_cp > 1:
         reshard = mode != "zero2" and mesh.dims.pp == 1
         for block in blocks_of(stage):
             fully_shard(block, mesh=mesh.fsdp_mesh, reshard_after_forward=reshard)

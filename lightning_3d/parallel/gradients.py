@@ -96,8 +96,8 @@ class Gradients:
         if partial:
             fresh |= add_up(partial, self._mesh.tp_group)
         copies = {name: gradient for name, gradient in fresh.items() if not is_reduced_by_fsdp(self._parameters[name])}
-        if copies and self._mesh.dims.dp > 1:
-            fresh |= add_up(copies, self._mesh.dp_group)
+        if copies and self._mesh.dims.dp_cp > 1:
+            fresh |= add_up(copies, self._mesh.dp_cp_group)
         exchange_tied(fresh, tied, self._mesh)
 
 

@@ -4,6 +4,7 @@ A checksum of the batch is compared over the world, for the first batches and th
 """
 
 import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.mesh import Mesh
+from lightning_3d.parallel.context import SEQUENCE_IDS
 from lightning_3d.parallel.microbatch import tensor_leaves
 
 FIRST_BATCHES = 3
@@ -18,7 +20,7 @@ EVERY_BATCHES = 100
 
 
 class BatchGuard:
-    """Compares batches over the ranks that must hold the same one (same dp coord)."""
+    """Compares batches over the ranks that must hold the same one: same dp coord, and same cp coord where loaders cut sequences."""
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
         self._mesh, self._device, self._seen = mesh, device, 0
@@ -37,14 +39,16 @@ class BatchGuard:
         due = self._seen < FIRST_BATCHES or self._seen % EVERY_BATCHES == 0
         self._seen += 1
         dims = self._mesh.dims
-        if not due or dims.pp * dims.tp == 1:
+        parts = dims.cp if isinstance(batch, Mapping) and SEQUENCE_IDS in batch else 1  # of each sequence, one on each rank of cp
+        if not due or dims.pp * dims.tp * dims.cp == parts:
             return
         mine = torch.tensor([checksum(batch)], dtype=torch.int64, device=self._device)
         everyone = [torch.empty_like(mine) for _ in range(dims.world_size)]
         dist.all_gather(everyone, mine)
         sums = [int(value) for value in torch.cat(everyone).tolist()]
         for rank, value in enumerate(sums):
-            first = dims.rank(pp=0, dp=dims.coord(rank).dp, tp=0)
+            coord = dims.coord(rank)
+            first = dims.rank(pp=0, dp=coord.dp, cp=coord.cp % parts, tp=0)
             if value != sums[first]:
                 raise ConfigError(
                     f"ranks {first} and {rank} belong to one model replica but got different batches (batch {self._seen - 1}): make the "

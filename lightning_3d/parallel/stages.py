@@ -15,6 +15,7 @@ from torch import nn
 from lightning_3d.errors import ConfigError
 from lightning_3d.mesh import TP, Mesh, ParallelDims
 from lightning_3d.parallel.compiled import Compile, compile_blocks
+from lightning_3d.parallel.context import ContextMethod, ContextParallel
 from lightning_3d.parallel.data import DataParallel, shard_stage
 from lightning_3d.parallel.plan import Row, apply_plan, full_numel, local_numel
 from lightning_3d.parallel.recompute import Recompute, recompute_blocks
@@ -28,9 +29,13 @@ class StageBuilder(Protocol):
 
     tensor_parallel_plan: Sequence[Row]
     tensor_parallel: TensorParallel | None
+    context_parallel: ContextParallel | None
 
     def build_stage(self, index: int, num_stages: int) -> nn.Module:
         """The module of one stage."""
+
+    def apply_context_parallel(self, stage: nn.Module, context: ContextParallel) -> None:
+        """Let the stage's attention reach the other ranks' tokens."""
 
     def init_stage(self, stage: nn.Module, device: torch.device) -> None:
         """Give the stage memory and its initial weights."""
@@ -46,6 +51,7 @@ class Layout:
     sequence_parallel: bool = False
     recompute: Recompute = "none"
     compile: Compile = False
+    cp_method: ContextMethod = "ring"
 
     @property
     def num_stages(self) -> int:
@@ -72,6 +78,7 @@ class Stages:
         stages = cls(layout, {})
         tp = TensorParallel(mesh.parameter_mesh[TP], sequence_parallel=layout.sequence_parallel) if mesh.dims.tp > 1 else None
         builder.tensor_parallel = tp
+        cp = builder.context_parallel = ContextParallel(mesh.cp_group, layout.cp_method) if mesh.dims.cp > 1 else None
         parallelise: Callable[[nn.Module, Any], None] | None = getattr(builder, "parallelize_stage", None)
         for index in range(mesh.coord.pp, layout.num_stages, mesh.dims.pp):
             with torch.device("meta"):
@@ -86,6 +93,8 @@ class Stages:
                 parallelise(stage, mesh.parameter_mesh)
             elif tp is not None:
                 stages.partial |= set(apply_plan(stage, builder.tensor_parallel_plan, tp))
+            if cp is not None:
+                builder.apply_context_parallel(stage, cp)
             recompute_blocks(stage, layout.recompute)
             compile_blocks(stage, layout.compile)
             shard_stage(stage, mesh, layout.data_parallel)

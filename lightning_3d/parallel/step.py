@@ -1,9 +1,9 @@
 """One training or evaluation step over all ranks, from the batch of a dp replica to numbers that every rank agrees on.
 
 The loss of a step is (sum of weighted losses over the global batch) / (sum of weights over the global batch); a weight is a number of
-unmasked target tokens. The weights are added up over dp before the first backward, so that each microbatch's backward starts from its
+unmasked target tokens. The weights are added up over dp x cp before the first backward, so that each microbatch's backward starts from its
 final share. Afterwards the shares of the loss and of the metrics are added up over the world (only one rank of each last stage's
-tp group contributes), which is reduction over dp and broadcast over pp in one collective.
+tp group contributes), which is reduction over dp x cp and broadcast over pp in one collective.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.mesh import Mesh
+from lightning_3d.parallel.context import SEQUENCE_IDS
 from lightning_3d.parallel.evaluation import EvaluationRunner
 from lightning_3d.parallel.gradients import Gradients, hand_over
 from lightning_3d.parallel.microbatch import check_equal
@@ -27,6 +28,12 @@ Metrics = dict[str, Tensor]
 @runtime_checkable
 class StepWork(StageWork, Protocol):
     """What a step needs of a module besides its stages."""
+
+    def shard_sequence(self, batch: Any) -> Any:
+        """This rank's part of the batch's sequences, where cp > 1."""
+
+    def join_sequence(self, output: Any) -> Any:
+        """The inverse, of what ``pipeline_output`` gave; collective over cp."""
 
     def split_batch(self, batch: Any, count: int) -> list[Any]:
         """The batch as at most ``count`` microbatches."""
@@ -56,7 +63,7 @@ class StepRunner:
 
     def train(self, batch: Any, runner: TrainingRunner, gradients: Gradients, reduce_now: Callable[[], bool]) -> tuple[Tensor, Metrics]:
         """Forward and backward of a batch: its loss (an autograd tensor that hands the gradients over) and its metrics."""
-        self._microbatches = self._work.split_batch(batch, self.count)
+        self._microbatches = self._split(batch)
         check_equal(self._microbatches, self.count)
         weights = self._weights()
         total = self._total(weights)
@@ -74,7 +81,7 @@ class StepRunner:
 
     def evaluate(self, batch: Any, runner: EvaluationRunner) -> tuple[Tensor, Metrics]:
         """Loss and metrics of a batch of any size, without gradients."""
-        self._microbatches = self._work.split_batch(batch, self.count)
+        self._microbatches = self._split(batch)
         weights = self._weights()
         total = self._total(weights)
 
@@ -90,21 +97,27 @@ class StepRunner:
         """What ``output_of(output, microbatch)`` makes of the last stage's outputs, by microbatch, on every rank of the pipeline.
 
         Shapes: what the module returns.
-        Placement: the last stage -> all stages.
-        Communication: broadcast of the objects, pp, nbytes(outputs).
+        Placement: the last stage, parts of the sequence -> all stages, whole sequences.
+        Communication: what the module's ``join_sequence`` sends, cp; broadcast of the objects, pp, nbytes(outputs).
         Source: this project.
         """
-        microbatches = self._work.split_batch(batch, self.count)
+        microbatches = self._split(batch)
         outputs: list[Any] = [None] * len(microbatches)
 
         def consume(number: int, output: Any) -> None:
-            outputs[number] = output_of(output, microbatches[number])
+            own = output_of(output, microbatches[number])
+            outputs[number] = own if self._mesh.dims.cp == 1 else self._work.join_sequence(own)
 
         runner.run(microbatches, self._device, consume)
         if self._mesh.dims.pp > 1:
             source = dist.get_global_rank(self._mesh.pp_group, self._mesh.dims.pp - 1)
             dist.broadcast_object_list(outputs, source, group=self._mesh.pp_group)
         return outputs
+
+    def _split(self, batch: Any) -> list[Any]:
+        if self._mesh.dims.cp > 1 and not (isinstance(batch, Mapping) and SEQUENCE_IDS in batch):
+            batch = self._work.shard_sequence(batch)
+        return self._work.split_batch(batch, self.count)
 
     def _clear(self) -> None:
         self._microbatches, self._results = [], {}
@@ -123,13 +136,13 @@ class StepRunner:
         """The weight of the global batch.
 
         Shapes: (microbatches,) -> ().
-        Placement: each replica's sum -> replicated over dp.
-        Communication: all-reduce, dp, 8 bytes a rank.
+        Placement: each rank's sum -> replicated over dp x cp.
+        Communication: all-reduce, dp x cp, 8 bytes a rank.
         Source: TorchTitan issue 1842 (a mean of ranks' means is wrong).
         """
         total = weights.sum()
-        if self._mesh.dims.dp > 1:
-            dist.all_reduce(total, group=self._mesh.dp_group)
+        if self._mesh.dims.dp_cp > 1:
+            dist.all_reduce(total, group=self._mesh.dp_cp_group)
         return total
 
     def _reduce(self, kind: str, shares: Tensor, total: Tensor) -> tuple[Tensor, Metrics]:

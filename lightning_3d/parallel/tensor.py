@@ -27,13 +27,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_3d.errors import ConfigError
+from lightning_3d.parallel.collectives import all_gather_single, reduce_scatter_single
 from lightning_3d.placement import local_range
 
 Region = Literal["outside", "enter", "inside", "leave"]
-
-# Renamed in torch 2.13; both names do the same.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 # ---- collectives ---------------------------------------------------------------------------------------------------------
@@ -63,7 +60,7 @@ def gather(x: Float[Tensor, "..."], group: dist.ProcessGroup) -> Float[Tensor, "
     Source: this project.
     """
     parts = x.new_empty((group.size(), *x.shape))
-    _all_gather(parts.flatten(0, 1), x.contiguous(), group=group)
+    all_gather_single(parts.flatten(0, 1), x.contiguous(), group=group)
     return parts
 
 
@@ -88,7 +85,7 @@ def scatter_sequence(x: Float[Tensor, "B S D"], group: dist.ProcessGroup) -> Flo
     """
     parts = x.unflatten(1, (group.size(), -1)).movedim(1, 0).contiguous()
     part = torch.empty_like(parts[0])
-    _reduce_scatter(part, parts.flatten(0, 1), group=group)  # gloo wants the same number of dims on both sides
+    reduce_scatter_single(part, parts.flatten(0, 1), group=group)  # gloo wants the same number of dims on both sides
     return part
 
 

@@ -26,10 +26,12 @@ class Scenario:
     optimizer: str = "sgd"
     virtual: int = 1
     loss_chunks: int = 1
+    cp: int = 1
+    method: str = "ring"
 
     @property
     def world_size(self) -> int:
-        return self.dp * self.tp * self.pp
+        return self.dp * self.tp * self.pp * self.cp
 
     @property
     def microbatches(self) -> int:
@@ -46,8 +48,9 @@ class Scenario:
 
     @property
     def model(self) -> dict[str, Any]:
-        """Layers and vocabulary that do not divide; GQA; heads as tp needs them."""
-        heads, kv = (8, 8) if self.tp == 8 else (4, 4) if self.tp == 4 else (4, 2)
+        """Layers and vocabulary that do not divide; GQA; heads as tp and ulysses need them."""
+        parts = self.tp * (self.cp if self.method == "ulysses" else 1)
+        heads, kv = (8, 8) if parts == 8 else (4, 4) if parts == 4 else (4, 2)
         return {
             "vocab_size": 61,
             "hidden_size": 32,
@@ -68,6 +71,8 @@ class Scenario:
             "dp": self.dp,
             "tp": self.tp,
             "pp": self.pp,
+            "cp": self.cp,
+            "cp_method": self.method if self.cp > 1 else None,
             "sequence_parallel": self.sequence_parallel,
             "pp_engine": self.engine,
             "virtual_stages": self.virtual,

@@ -176,6 +176,6 @@ def test_names_that_depend_on_the_number_of_stages(pool: RankPool) -> None:
 def test_one_module_under_two_layouts(pool: RankPool) -> None:
     other = "the weights of this module were built by a Trainer with another strategy: make a new module and load a checkpoint into it"
     for one, two, three, same in pool.run(other_trainers, 2):
-        assert one.startswith("ConfigError: the module was built for Layout(dims=ParallelDims(pp=2, dp=1, tp=1")
+        assert one.startswith("ConfigError: the module was built for Layout(dims=ParallelDims(pp=2, dp=1, cp=1, tp=1")
         assert two == three == f"ConfigError: {other}"
         assert same == "accepted"
