@@ -7,6 +7,7 @@ evaluation there is nothing to save: the rank that is told ends at once.
 
 When a rank fails alone, nobody may wait for it: a save that follows an exception first finds out whether all ranks came. Its process ends,
 the others see their connections to it close, and whoever started them ends what is left: torchrun, or rank 0 under Lightning's launcher.
+What a person is told of it is in faults/.
 """
 
 import atexit
@@ -36,7 +37,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 EXIT_CODE_SIGTERM = 143  # 128 + 15, as a shell reports it; for SIGUSR1 too
 ARRIVAL_TIMEOUT_S = 5
 STOP_TIMEOUT_S = 30  # for the other processes to finish their loggers after an agreed stop
-FAILURE_TIMEOUT_S = 1  # for the other processes to say what they have to say after a failure
+FAILURE_TIMEOUT_S = 1  # for the other processes to end by themselves after a failure
 
 
 class RankLauncher(_SubprocessScriptLauncher):
@@ -57,6 +58,10 @@ class RankLauncher(_SubprocessScriptLauncher):
     def _call_children_scripts(self) -> None:
         if not self.procs:  # fit, then test: the processes are there
             super()._call_children_scripts()
+
+    def end_children(self, timeout_s: float = FAILURE_TIMEOUT_S) -> None:
+        """Give the processes that this one started some seconds, then kill them."""
+        _end(list(self.procs), timeout_s)
 
     def end_children_at_exit(self, timeout_s: float, *, expected: bool) -> None:
         """When this process ends, after it has shown its error, give those that it started some seconds, then kill them.
@@ -89,7 +94,7 @@ class EndTogether:
         self._strategy = strategy
         self._asked = False
         self._agreed = False
-        self._store: dist.TCPStore | None = None
+        self.store: dist.TCPStore | None = None
         self._agreements = 0
         self.is_lost = False  # a rank is gone: nothing may wait for it any more
 
@@ -100,13 +105,13 @@ class EndTogether:
 
     def connect(self) -> None:
         """Make a store where ranks sign in: unlike a barrier it has a time limit, and does not mix with training; collective."""
-        if self._store is not None or self._strategy.world_size == 1:
+        if self.store is not None or self._strategy.world_size == 1:
             return
         assert self._strategy.cluster_environment is not None
         host, first = self._strategy.cluster_environment.main_address, self._strategy.global_rank == 0
         mine = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if first else None
         port = self._strategy.broadcast(mine.port if mine else 0)
-        self._store = mine or dist.TCPStore(host, port)
+        self.store = mine or dist.TCPStore(host, port)
 
     def watch_signals(self) -> None:
         """Take the signals over from Lightning, whose handlers communicate; Lightning restores what was before, at the end of the run."""
@@ -138,11 +143,11 @@ class EndTogether:
 
     def all_arrived(self) -> bool:
         """Before a save: True unless an exception ended the run on some ranks only; waits for 5 s at most, and only after an exception."""
-        if self._agreed or self._store is None or self.is_lost or self._trainer.state.status != TrainerStatus.INTERRUPTED:
+        if self._agreed or self.store is None or self.is_lost or self._trainer.state.status != TrainerStatus.INTERRUPTED:
             return not self.is_lost
         self._agreements += 1
         try:
-            self.is_lost = not self._all_sign_in(self._store, f"agreement_{self._agreements}")
+            self.is_lost = not self._all_sign_in(self.store, f"agreement_{self._agreements}")
         except RuntimeError:  # the store is gone with the rank that kept it
             self.is_lost = True
         if self.is_lost:

@@ -28,6 +28,7 @@ from lightning_3d import launched
 from lightning_3d.checkpoint import Saver
 from lightning_3d.checks import check_run
 from lightning_3d.errors import ConfigError
+from lightning_3d.faults import Faults
 from lightning_3d.interrupt import EndTogether, RankLauncher, init_worker
 from lightning_3d.mesh import Mesh, ParallelDims
 from lightning_3d.optim.clipping import clip_values, gradient_norm, gradients_of, parameters_of, scale_to_norm
@@ -64,7 +65,8 @@ class ThreeDStrategy(ShardedCheckpoints):
         recompute: what the backward computes again to save memory: none, full, selective, or full in every n-th block.
         compile: torch.compile each block; the name of one of torch's backends takes that instead of inductor.
         async_checkpoint: write checkpoints while training goes on; it waits only for a copy of the state.
-        timeout_s: seconds after which a collective that waits for a lost rank fails.
+        timeout_s: seconds after which a collective that waits for other ranks fails, once the first step is done.
+        first_step_timeout_s: the same until then, while ranks compile, connect and open files; at least ``timeout_s``.
     """
 
     def __init__(
@@ -84,9 +86,11 @@ class ThreeDStrategy(ShardedCheckpoints):
         compile: Compile = False,  # noqa: A002  (the option's name)
         async_checkpoint: bool = False,
         process_group_backend: str | None = None,
-        timeout_s: float = 1800.0,
+        timeout_s: float = 600.0,
+        first_step_timeout_s: float = 1800.0,
     ) -> None:
-        super().__init__(dp, tp, True, process_group_backend, timedelta(seconds=timeout_s))
+        self.faults = Faults(timeout_s, first_step_timeout_s)
+        super().__init__(dp, tp, True, process_group_backend, timedelta(seconds=self.faults.first_s))
         check_engine(pp_engine, pp=pp, virtual_stages=virtual_stages, microbatches=batch_accumulation_per_replica)
         if data_parallel not in DATA_PARALLEL_MODES or (dp_replicate > 1) != (data_parallel == "hsdp"):
             raise ConfigError(
@@ -182,7 +186,10 @@ class ThreeDStrategy(ShardedCheckpoints):
     def setup_environment(self) -> None:
         assert self.accelerator is not None
         assert self.cluster_environment is not None
+        assert isinstance(self._launcher, RankLauncher)
         self.accelerator.setup_device(self.root_device)
+        root = self._module.trainer.default_root_dir
+        self.faults.prepare(root, self.root_device)
         connect_under_torchrun(self.cluster_environment, self._get_process_group_backend(), self.root_device, self._timeout)
         self._setup_distributed()
         if self._mesh is None:  # fit, then test: new groups would leak
@@ -190,6 +197,7 @@ class ThreeDStrategy(ShardedCheckpoints):
             self._device_mesh = self._mesh.device_mesh
             self.together.connect()
             self.saver.connect()
+        self.faults.watch(self._mesh, self.together.store, self._module, root, self._launcher.end_children)
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
 
@@ -256,6 +264,7 @@ class ThreeDStrategy(ShardedCheckpoints):
 
     def pipeline_step(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and metrics of a batch over all ranks; with gradients enabled, forward and backward of all microbatches."""
+        self.faults.beat()
         if not torch.is_grad_enabled():
             return self._step.evaluate(batch, self._evaluate)
         assert self._gradients is not None
@@ -276,6 +285,7 @@ class ThreeDStrategy(ShardedCheckpoints):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.faults.beat(self._module.trainer.global_step)
         begins_step = batch_idx % self._module.trainer.accumulate_grad_batches == 0
         if begins_step:  # the gradients of half an accumulation are in no checkpoint
             self.together.stop_if_asked()
@@ -350,5 +360,6 @@ class ThreeDStrategy(ShardedCheckpoints):
     def teardown(self) -> None:
         self.saver.close(after_exception=self.together.was_interrupted)
         super().teardown()
+        self.faults.close()
         assert isinstance(self._launcher, RankLauncher)
         self.together.after(self._launcher)

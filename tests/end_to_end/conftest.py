@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 START_S = 120  # importing torch and Lightning, on a busy machine
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-LAUNCHERS = {"lightning": [], "torchrun": TORCHRUN}
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+LAUNCHERS = ("lightning", "torchrun")
 
 
 class Run:
@@ -69,8 +69,9 @@ class Starter:
         self.folder = folder
         self._runs: list[Run] = []
 
-    def __call__(self, *arguments: str | Path, launcher: str = "lightning") -> Run:
-        self._runs.append(Run([sys.executable, *LAUNCHERS[launcher], *map(str, arguments)], self.folder))
+    def __call__(self, *arguments: str | Path, launcher: str = "lightning", processes: int = 2) -> Run:
+        started = [*TORCHRUN, str(processes)] if launcher == "torchrun" else []
+        self._runs.append(Run([sys.executable, *started, *map(str, arguments)], self.folder))
         return self._runs[-1]
 
     def shell(self, command: str) -> Run:
