@@ -25,7 +25,7 @@ from lightning_3d.data.nanoset import Nanoset
 from lightning_3d.data.stages import DataStage, Stages
 from lightning_3d.data.stream import InOrder, Samples, Stream
 from lightning_3d.errors import ConfigError
-from lightning_3d.replica_data import ReplicaDataModule
+from lightning_3d.replica_data import ReplicaDataModule, require_at_least
 
 LOOK_AT_TOKENS = 1 << 20  # of each set, before training begins
 
@@ -72,19 +72,11 @@ class NanosetDataModule(ReplicaDataModule):
         seed: int = 42,
     ) -> None:
         super().__init__()
-        _require_at_least(1, sequence_length=sequence_length, micro_batch_size=micro_batch_size)
-        _require_at_least(0, num_workers=num_workers)
-        optional = {"batch_accumulation_per_replica": batch_accumulation_per_replica, "validation_samples": validation_samples}
-        _require_at_least(1, **{key: value for key, value in optional.items() if value is not None})
-        if global_batch_samples is not None and batch_accumulation_per_replica is not None:
-            raise ConfigError(
-                f"data.global_batch_samples={global_batch_samples} decides batch_accumulation_per_replica, which is given too "
-                f"({batch_accumulation_per_replica}): set one of them to null"
-            )
-        self.micro_batch_size = micro_batch_size
-        self.batch_accumulation_per_replica = batch_accumulation_per_replica or 1
-        self._global_batch_samples = global_batch_samples
-        self.split_over(1)
+        require_at_least(1, sequence_length=sequence_length)
+        require_at_least(0, num_workers=num_workers)
+        if validation_samples is not None:
+            require_at_least(1, validation_samples=validation_samples)
+        self.set_batch(micro_batch_size, batch_accumulation_per_replica, global_batch_samples)
         self.num_workers = num_workers
         self.seed = seed
         self.sequence_length = sequence_length
@@ -111,22 +103,6 @@ class NanosetDataModule(ReplicaDataModule):
         """Where the tokenizer of the data lies, if it is here and the files name it; checkpoints keep it for `export` and `generate`."""
         first = self.stages.stages[0].sets[0]
         return str(first.tokenizer_path) if isinstance(first, Nanoset) and first.tokenizer_path else None
-
-    def split_over(self, replicas: int) -> None:
-        """Work out batch_accumulation_per_replica where global_batch_samples is given; called once dp is known.
-
-        Raises:
-            ConfigError: the batch cannot be split over so many replicas.
-        """
-        if (samples := self._global_batch_samples) is None:
-            return
-        _require_at_least(1, global_batch_samples=samples)
-        if samples % (self.micro_batch_size * replicas):
-            raise ConfigError(
-                f"data.global_batch_samples={samples} is not a multiple of micro_batch_size={self.micro_batch_size} x dp={replicas}: "
-                + _ways_to_split(samples, self.micro_batch_size, replicas)
-            )
-        self.batch_accumulation_per_replica = samples // (self.micro_batch_size * replicas)
 
     @property
     def global_batch_tokens(self) -> int:
@@ -194,6 +170,7 @@ class NanosetDataModule(ReplicaDataModule):
     def _begin_training(self) -> tuple[Batches, Iterator[Key]]:
         begins = self._begins()
         self._check_accumulation()
+        self._check_pass()
         self.stages.check_epochs(begins, self._last_position())
         return self._batches(self.stages.streams(begins)), self._train_keys(begins)
 
@@ -242,6 +219,20 @@ class NanosetDataModule(ReplicaDataModule):
                 "the same, or change data.batch_accumulation_per_replica instead"
             )
 
+    def _check_pass(self) -> None:
+        """Refuse batches of another size in the middle of a pass: Lightning counts a pass in batches, and goes on counting.
+
+        Raises:
+            ConfigError: the pass would end early, or late.
+        """
+        if self.trainer is None or self._runs_by_steps() or self._resumed_global_batch in (None, self.global_batch_samples):
+            return
+        if self.trainer.fit_loop.epoch_loop.batch_progress.current.processed:  # type: ignore[attr-defined]  # declared as its base
+            raise ConfigError(
+                f"global batch of {self.global_batch_samples} samples: the checkpoint was trained with {self._resumed_global_batch} and is "
+                "in the middle of a pass, which max_epochs counts in batches: resume with the same, or limit the run by max_steps alone"
+            )
+
     @override
     def val_dataloader(self) -> BatchLoader | list[BatchLoader]:
         if self.validation_set is None:
@@ -277,6 +268,7 @@ class NanosetDataModule(ReplicaDataModule):
         """Begin at the first sample."""
         self._resumed_samples = self._resumed_batches = self._resumed_step = 0  # consumed when the counting of batches began
         self._resumed_accumulate: int | None = None
+        self._resumed_global_batch: int | None = None
         self._begun = [0]  # positions at which the stages began that had begun by then
 
     def _begins(self) -> list[int]:
@@ -300,6 +292,7 @@ class NanosetDataModule(ReplicaDataModule):
             "batches": self.batches_done,
             "step": self.trainer.global_step if self.trainer is not None else 0,
             "accumulate": self.trainer.accumulate_grad_batches if self.trainer is not None else None,
+            "global_batch": self.global_batch_samples,
             "begun": begun,
             "seed": self.seed,
             "stages": [stage.describe() for stage in self.stages.stages[: len(begun)]],
@@ -317,7 +310,7 @@ class NanosetDataModule(ReplicaDataModule):
         self._check_stream(state_dict)
         self._resumed_samples, self._resumed_batches = state_dict["consumed_samples"], state_dict["batches"]
         self._resumed_step, self._begun = state_dict["step"], list(state_dict["begun"])
-        self._resumed_accumulate = state_dict.get("accumulate")
+        self._resumed_accumulate, self._resumed_global_batch = state_dict.get("accumulate"), state_dict.get("global_batch")
 
     def _check_stream(self, state_dict: dict[str, Any]) -> None:
         if state_dict["seed"] != self.seed:
@@ -347,21 +340,3 @@ def _open_validation_set(folder: str, sequence_length: int) -> Nanoset:
         return Nanoset(folder, sequence_length)
     except ConfigError as error:
         raise ConfigError(f"data.validation_folder: {error}") from None
-
-
-def _ways_to_split(samples: int, micro_batch_size: int, replicas: int) -> str:
-    """What to do about a batch that cannot be split: the nearest dp, or the nearest batch."""
-    step = micro_batch_size * replicas
-    batches = [each for each in (samples // step * step, samples // step * step + step) if each]
-    change = f"set it to {' or '.join(map(str, batches))}"
-    if samples % micro_batch_size:
-        return change
-    fitting = [dp for dp in range(1, samples // micro_batch_size + 1) if samples // micro_batch_size % dp == 0]
-    nearest = [*[dp for dp in fitting if dp < replicas][-1:], *[dp for dp in fitting if dp > replicas][:1]]
-    return f"start processes for dp={' or '.join(map(str, nearest))}, or {change}"
-
-
-def _require_at_least(least: int, **values: int) -> None:
-    for key, value in values.items():
-        if not isinstance(value, int) or value < least:
-            raise ConfigError(f"data.{key} is {value!r}: give a whole number of at least {least}")

@@ -30,7 +30,7 @@ from lightning_3d.data.text import Source, open_text
 from lightning_3d.data.tokenizer import load_tokenizer
 from lightning_3d.data.workers import outlive_sigterm, short_errors
 from lightning_3d.errors import ConfigError
-from lightning_3d.replica_data import ReplicaDataModule
+from lightning_3d.replica_data import ReplicaDataModule, require_at_least
 
 
 class TextDataModule(ReplicaDataModule):
@@ -42,7 +42,8 @@ class TextDataModule(ReplicaDataModule):
         tokenizer: a tokenizer.json, or a folder with a tokenizer.
         sequence_length: tokens a sample.
         micro_batch_size: samples a microbatch.
-        batch_accumulation_per_replica: microbatches a batch, on each data-parallel replica.
+        batch_accumulation_per_replica: microbatches a batch, on each data-parallel replica; null: 1.
+        global_batch_samples: samples a batch over all replicas, instead.
         config: which configuration of a dataset on the hub.
         split: which part of it.
         streaming: read while training, in the order of the files, and keep no copy; else shuffled, a new order each epoch.
@@ -66,7 +67,8 @@ class TextDataModule(ReplicaDataModule):
         tokenizer: str,
         sequence_length: int,
         micro_batch_size: int = 1,
-        batch_accumulation_per_replica: int = 1,
+        batch_accumulation_per_replica: int | None = None,
+        global_batch_samples: int | None = None,
         config: str | None = None,
         split: str = "train",
         streaming: bool = False,
@@ -80,15 +82,11 @@ class TextDataModule(ReplicaDataModule):
         seed: int = 42,
     ) -> None:
         super().__init__()
-        sizes = {"sequence_length": sequence_length, "micro_batch_size": micro_batch_size, "validation_samples": validation_samples}
-        for key, value in {**sizes, "batch_accumulation_per_replica": batch_accumulation_per_replica}.items():
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"data.{key} is {value!r}: give a whole number of at least 1")
+        require_at_least(1, sequence_length=sequence_length, validation_samples=validation_samples)
+        self.set_batch(micro_batch_size, batch_accumulation_per_replica, global_batch_samples)
         if num_workers not in (0, 1):
             raise ConfigError(f"data.num_workers is {num_workers!r}: give 0 or 1, since the order is that of one reader")
         self.sequence_length, self.sequence_lengths = sequence_length, [sequence_length]
-        self.batch_accumulation_per_replica = batch_accumulation_per_replica
-        self.micro_batch_size = micro_batch_size
         self.mask_documents, self.validation_samples, self.num_workers, self.seed = mask_documents, validation_samples, num_workers, seed
         self.tokenizer = load_tokenizer(tokenizer, eos_token)
         self.tokenizer_path = os.path.abspath(tokenizer) if os.path.exists(tokenizer) else tokenizer
@@ -146,6 +144,7 @@ class TextDataModule(ReplicaDataModule):
         Raises:
             ConfigError: they do not.
         """
+        self.split_over(self.replicas[1])  # under a strategy that has not done so
         if self.batches_done == 0:  # a new trainer; one that goes on with its fit keeps its place
             self._places = {0: Place()}
         streams = self._gather(self._stream())

@@ -187,6 +187,18 @@ def test_resume_with_another_global_batch(folders: tuple[str, str], tmp_path: Pa
     assert trainer.datamodule.consumed_samples == 50
 
 
+def test_another_global_batch_in_the_middle_of_a_pass(folders: tuple[str, str], tmp_path: Path) -> None:
+    """Lightning counts a pass in batches: refused, and taken between two passes."""
+    passes: dict[str, Any] = {"max_steps": -1, "max_epochs": 2}
+    saver = ModelCheckpoint(tmp_path, "epoch-{step}", every_n_epochs=1, save_top_k=-1, auto_insert_metric_name=False)
+    fit(folders, tmp_path, callbacks=[saver], **passes)
+    larger: dict[str, Any] = {"data": {"micro_batch_size": 3}, **passes}
+    with pytest.raises(ConfigError, match=r"^global batch of 6 samples: the checkpoint was trained with 4 and is in the middle of a pass"):
+        fit(folders, tmp_path / "resumed", ckpt_path=tmp_path / "5.ckpt", **larger)
+    resumed, _ = fit(folders, tmp_path / "resumed", ckpt_path=tmp_path / "epoch-13.ckpt", **larger)
+    assert resumed.seen == expected(52, 100, 6)
+
+
 @pytest.mark.parametrize("step", [5, 13, 15, 26])
 def test_epochs_of_one_pass(folders: tuple[str, str], tmp_path: Path, step: int) -> None:
     """Two passes of 13 batches (52 of 53 samples: the one left over begins the second), resumed within and between them."""

@@ -112,6 +112,17 @@ def test_ranks_of_a_replica_read_the_same(files: Path, pool: RankPool, layout: t
     assert first["validation"] == second["validation"] == pytest.approx(alone["validation"], rel=1e-4)
 
 
+def test_the_global_batch_is_kept(files: Path, pool: RankPool) -> None:
+    """By either number of replicas; one that cannot be is refused before any of them starts."""
+    data = {"dataset": str(files / "*.jsonl"), "tokenizer": TOKENIZER, "batch_accumulation_per_replica": None, "global_batch_samples": 8}
+    case = Text((2, 1, 1), str(files / "two"), data, trainer={"max_steps": 2})
+    assert [np.shape(ids(seen)) for seen in pool.run(fit_text, 2, (case,))] == [(2, 4, SEQUENCE)] * 2
+    (alone,) = pool.run(fit_text, 1, (replace(case, layout=(1, 1, 1), folder=str(files / "one")),))
+    assert np.shape(ids(alone)) == (2, 8, SEQUENCE)
+    odd = replace(case, folder=str(files / "odd"), data=data | {"global_batch_samples": 6})
+    assert "data.global_batch_samples=6 is not a multiple of micro_batch_size=2 x dp=2" in pool.run(fit_text, 2, (odd,))[0]["error"]
+
+
 def test_validation_that_does_not_fill_the_ranks(files: Path, pool: RankPool) -> None:
     """5 samples, 4 for the first of two coords and 1 for the second, give both one loss; 9 give the first a batch more of its own."""
     data = {"dataset": str(files / "0.jsonl"), "tokenizer": TOKENIZER, "validation_dataset": str(files / "*.parquet")}

@@ -97,6 +97,7 @@ class Checkpoint(pl_callbacks.Checkpoint):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int) -> None:
         if isinstance(trainer.strategy, ThreeDStrategy):
             self._or_log(trainer, trainer.strategy.saver.poll)
+            self._note(trainer.strategy.saver.newest)
         if self._is_due(trainer):
             self._save(trainer)
 
@@ -166,12 +167,20 @@ class Checkpoint(pl_callbacks.Checkpoint):
         if trainer.global_step != self._saved_step:
             path = str(step_folder(self.checkpoints_path, trainer.global_step))
             self._saved_step, self._saved_s = trainer.global_step, time.monotonic()
-            if self._or_log(trainer, lambda: trainer.save_checkpoint(path), is_last=is_last):
-                self.last_model_path = path
-        if is_last and isinstance(trainer.strategy, ThreeDStrategy):
-            self._or_log(trainer, trainer.strategy.saver.wait, is_last=True)
+            self._or_log(trainer, lambda: trainer.save_checkpoint(path), is_last=is_last)
+            if not isinstance(trainer.strategy, ThreeDStrategy):
+                self._note(path)
+        if isinstance(trainer.strategy, ThreeDStrategy):
+            if is_last:
+                self._or_log(trainer, trainer.strategy.saver.wait, is_last=True)
+            self._note(trainer.strategy.saver.newest)
         if self.keep_last and trainer.is_global_zero:
             self._remove_old_ones(self.keep_last)
+
+    def _note(self, path: str) -> None:
+        """What the strategy has written; it may be another callback's, or not this save's, where a rank was lost or the save failed."""
+        if path and at(path).parent == at(self.checkpoints_path):
+            self.last_model_path = path
 
     def _remove_old_ones(self, keep_last: int) -> None:
         """Of those that are whole; one that is still being written is counted the next time."""
@@ -183,8 +192,8 @@ class Checkpoint(pl_callbacks.Checkpoint):
                     log.warning("checkpoint step-%d could not be removed: %s", step, error)
 
     @staticmethod
-    def _or_log(trainer: Trainer, action: Callable[[], None], *, is_last: bool = False) -> bool:
-        """Whether it went well; a save that failed is no reason to stop, unless it was the last."""
+    def _or_log(trainer: Trainer, action: Callable[[], None], *, is_last: bool = False) -> None:
+        """A save that failed is no reason to stop, unless it was the last."""
         try:
             action()
         except CheckpointWriteError as error:
@@ -192,8 +201,6 @@ class Checkpoint(pl_callbacks.Checkpoint):
                 raise
             if trainer.is_global_zero:
                 log.error("%s; training goes on", error)
-            return False
-        return True
 
 
 def lock(path: Path) -> tuple[TextIO | None, str]:

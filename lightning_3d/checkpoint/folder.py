@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from lightning_3d.checkpoint.manifest import MANIFEST_FILE, missing
+from lightning_3d.checkpoint.manifest import MANIFEST_FILE, Manifest
 from lightning_3d.checkpoint.store import Place, StorePath, at, sizes
 
 TRAINER_FILE = "trainer.pt"
@@ -40,7 +40,7 @@ def step_folder(root: str | Place, step: int) -> Place:
 def is_whole(path: str | Place) -> bool:
     """Whether this is a checkpoint that was written to its end, and nothing is missing or cut off since; contents are not read."""
     path = at(path)
-    return path.is_file() or (is_checkpoint(path) and missing(path) is None)
+    return path.is_file() or (is_checkpoint(path) and Manifest(path).missing() is None)
 
 
 def is_checkpoint(path: str | Place) -> bool:

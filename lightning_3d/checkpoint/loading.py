@@ -3,18 +3,20 @@
 import logging
 import re
 from collections.abc import Sequence
+from io import BytesIO
 
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 
 from lightning_3d.checkpoint.files import Reader
 from lightning_3d.checkpoint.folder import TRAINER_FILE, is_checkpoint, latest_checkpoint, set_damaged_aside
-from lightning_3d.checkpoint.manifest import damage
+from lightning_3d.checkpoint.manifest import Manifest
 from lightning_3d.checkpoint.plain import read_plain
 from lightning_3d.checkpoint.planner import LoadPlanner
-from lightning_3d.checkpoint.state import GROUPS, OwnState, State, gather_all, rank, world_size
+from lightning_3d.checkpoint.state import GROUPS, OwnState, State, gather_all, rank
 from lightning_3d.checkpoint.store import at
 from lightning_3d.errors import ConfigError, DamagedCheckpointError
 
@@ -38,33 +40,56 @@ def restore(path: str, module: nn.Module, optimizers: Sequence[Optimizer] = (), 
         DamagedCheckpointError: a file is missing, cut off or altered.
         ConfigError: no checkpoint at ``path``, one of another model or optimizer, or one without optimizer state.
     """
-    if found := next(filter(None, gather_all(_not_sound(path))), None):
-        kind, message = found
-        raise kind(f"ckpt_path={path} {message}")
-    held = Reader(at(path)).read_metadata()
+    reader, trainer_state = _open(path)
+    held = reader.read_metadata()
     own = OwnState(module, optimizers)
     wanted = own.by_file_name()
     _agree(_difference(wanted, held, strict=strict), path, {name for name in wanted if name.startswith("model.")}, held, strict=strict)
     known = {name: value for name, value in wanted.items() if name in held.state_dict_metadata}
-    dcp.load(known, storage_reader=Reader(at(path)), planner=LoadPlanner())
-    own.take(known, load_trainer_state(path)[GROUPS])
+    try:
+        dcp.load(known, storage_reader=reader, planner=LoadPlanner())
+    except CheckpointException as error:  # on all ranks, with what each of them found
+        for optimizer in optimizers:
+            optimizer.state.clear()  # partly filled; an older checkpoint may lack some of it
+        found = [_refusal(path, failure[0]) for failure in error.failures.values()]
+        raise next(filter(None, found), error) from None
+    own.take(known, trainer_state[GROUPS])
     return path
 
 
-def _not_sound(path: str) -> tuple[type[ConfigError], str] | None:
-    """What this rank finds wrong with the files; it raises nothing, since the others wait to hear of it."""
+def _open(path: str) -> tuple[Reader, State]:
+    """All that is small in a checkpoint; raises on all ranks what any of them finds wrong."""
+    opened, found = None, None
     try:
         if not is_checkpoint(path):
-            return ConfigError, "is not a whole sharded checkpoint (a folder with manifest.json): name another"
-        found = damage(at(path), rank(), world_size())
-        return (DamagedCheckpointError, f"is damaged: {found}; name an older one, or `last`") if found else None
-    except OSError as error:
-        return ConfigError, f"cannot be read ({error}): name another"
+            raise ConfigError(f"ckpt_path={path} is not a whole sharded checkpoint (a folder with manifest.json): name another")
+        reader = Reader(at(path))
+        reader.read_metadata()
+        opened = reader, load_trainer_state(path)
+    except (ConfigError, OSError) as error:
+        found = _refusal(path, error)
+    if found := next(filter(None, gather_all(found)), None):
+        raise found
+    assert opened is not None
+    return opened
+
+
+def _refusal(path: str, error: BaseException) -> ConfigError | None:
+    """What to tell the user, if it is not a fault of this package."""
+    if isinstance(error, DamagedCheckpointError):
+        return DamagedCheckpointError(f"ckpt_path={path} is damaged: {error}; name an older one, or `last`")
+    if isinstance(error, OSError):
+        return ConfigError(f"ckpt_path={path} cannot be read ({error}): name another")
+    return error if isinstance(error, ConfigError) else None
 
 
 def load_trainer_state(path: str) -> State:
-    """Lightning's part of a checkpoint."""
-    return read_plain(at(path) / TRAINER_FILE)
+    """Lightning's part of a checkpoint.
+
+    Raises:
+        DamagedCheckpointError: it is not what was written.
+    """
+    return read_plain(BytesIO(Manifest(at(path)).read(TRAINER_FILE)))
 
 
 def restore_or_older(path: str, module: nn.Module, optimizers: Sequence[Optimizer] = (), *, strict: bool = True) -> str:

@@ -6,6 +6,7 @@ Lightning 2.6 loses the user's ``weights_only=False`` on its way to the strategy
 
 from collections.abc import Mapping
 from enum import Enum
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,9 @@ def write_plain(state: Mapping[str, Any], path: Place) -> Entry:
     return recorded.entry()
 
 
-def read_plain(path: Place) -> dict[str, Any]:
+def read_plain(file: Path | BytesIO) -> dict[str, Any]:
     """What ``write_plain`` wrote, on the CPU."""
-    with path.open("rb") as file:
-        return torch.load(file, map_location="cpu", weights_only=True)
+    return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def plain(value: Any, where: str = "") -> Any:

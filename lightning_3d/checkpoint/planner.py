@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import Size, Tensor
+from torch import Size
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, LoadPlan, SavePlan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
@@ -19,16 +19,22 @@ class SavePlanner(DefaultSavePlanner):
     """Each rank's shards at their true offsets; an empty one is left out, since its offset is another shard's.
 
     Args:
-        copies: values to write instead of those of the same name in the state, which training is changing meanwhile.
+        copies: what to write, of the names in the state that this rank turns out to write; null: the state, which does not change.
     """
 
-    def __init__(self, copies: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(self, copies: Mapping[str, Any] | None = None) -> None:
         super().__init__()
-        self._copies = copies or {}
+        self._copies = copies
+        self.written: set[str] | None = None  # by this rank, once all ranks have planned
 
     @override
     def lookup_object(self, index: MetadataIndex) -> Any:
-        return self._copies[index.fqn] if index.fqn in self._copies else super().lookup_object(index)
+        return super().lookup_object(index) if self._copies is None else self._copies[index.fqn]
+
+    @override
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        self.written = {item.index.fqn for item in new_plan.items}
+        return super().finish_plan(new_plan)
 
     @override
     def create_local_plan(self) -> SavePlan:

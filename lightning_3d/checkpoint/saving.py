@@ -2,6 +2,7 @@
 
 In the background the state is copied first, which is all that training waits for; a thread then writes the copies, and the ranks talk
 to each other over a process group of their own, since collectives of two threads on one group would mix. One save at most is in flight.
+The first save finds out which rank writes what several of them hold; from then on each copies only what it will write.
 
 Whatever goes wrong on one rank (a full disk), all ranks hear of it: the save is abandoned on all of them and says so.
 """
@@ -10,6 +11,7 @@ import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +47,16 @@ class Saver:
 
     def __init__(self, *, in_background: bool = False) -> None:
         self.in_background = in_background
+        self.newest = ""  # of what it has written, as far as is known: `poll` and `wait` find out
         self._group: dist.ProcessGroup | None = None
         self._thread: ThreadPoolExecutor | None = None
-        self._running: Future[None] | None = None
-        self._buffers: dict[str, Tensor] = {}
+        self._running: Future[str] | None = None
+        self._copies = _Copies()
+
+    @property
+    def copied_nbytes(self) -> int:
+        """Memory that this rank's copies take, for saves in the background."""
+        return self._copies.nbytes
 
     def connect(self) -> None:
         """Make the process group of the background thread; collective."""
@@ -77,10 +85,10 @@ class Saver:
         rest |= {GROUPS: own.gather_groups(), RANDOM_STATES: gather_random_states(layout)}
         job = _Save(at(path), own.by_file_name(), plain(rest), self._group)
         if self._thread is None:
-            job.run()
+            self.newest = job.run(SavePlanner())
         else:
-            job.copy(self._buffers)
-            self._running = self._thread.submit(job.run)
+            planner = self._copies.plan(job.state, self._group)
+            self._running = self._thread.submit(job.run, planner)
 
     def poll(self) -> None:
         """Raise the error of a save that has ended in the background.
@@ -99,7 +107,7 @@ class Saver:
         """
         running, self._running = self._running, None
         if running is not None:
-            running.result()
+            self.newest = running.result()
 
     def close(self, *, after_exception: bool) -> None:
         """Finish what is being written; a failure is only logged where another exception ended the run.
@@ -116,27 +124,59 @@ class Saver:
             log.error("%s", error)
 
 
+class _Copies:
+    """A rank's state as it was, in memory that is used again and again: fresh pages cost as much as the copying."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+        self._structure: dict[str, Any] = {}
+        self._planner: SavePlanner | None = None  # of the save before
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that they take."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def plan(self, state: State, group: dist.ProcessGroup | None) -> SavePlanner:
+        """Copy what this rank will write, or all that it holds where that is not known, for a save that writes it.
+
+        Shapes: none.
+        Placement: each rank's own -> in its memory.
+        Communication: all-gather of a bool, world: who writes what depends on what all ranks hold.
+        Source: this project.
+        """
+        tensors = {name: _local(value) for name, value in state.items() if isinstance(value, Tensor)}
+        structure = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+        same = all(gather_all(structure == self._structure, group))
+        written = self._planner.written if self._planner is not None and same else None
+        names = tensors.keys() if written is None else tensors.keys() & written
+        self._structure = structure
+        self._buffers = {name: buffer for name, buffer in self._buffers.items() if name in names}
+        copies: dict[str, Any] = {name: deepcopy(value) for name, value in state.items() if name not in tensors}
+        copies |= {name: self._buffer(name, tensors[name]).copy_(tensors[name]) for name in names}
+        self._planner = SavePlanner(copies)
+        return self._planner
+
+    def _buffer(self, name: str, like: Tensor) -> Tensor:
+        held = self._buffers.get(name)
+        if held is None or (held.shape, held.dtype) != (like.shape, like.dtype):
+            held = self._buffers[name] = torch.empty_like(like, device="cpu")
+        return held
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
 class _Save:
     """One checkpoint on its way to the disk."""
 
     def __init__(self, folder: Place, state: State, trainer_state: State, group: dist.ProcessGroup | None) -> None:
         self.folder, self.state, self.trainer_state, self.group = folder, state, trainer_state, group
-        self.copies: dict[str, Tensor] = {}
         self.entries: Entries = {}
 
-    def copy(self, buffers: dict[str, Tensor]) -> None:
-        """Copy this rank's tensors to memory that is used again and again: fresh pages cost as much as the copying."""
-        for name, value in self.state.items():
-            if not isinstance(value, Tensor):
-                continue
-            tensor = (value.to_local() if isinstance(value, DTensor) else value).detach()
-            buffer = buffers.get(name)
-            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-                buffer = buffers[name] = torch.empty_like(tensor, device="cpu")
-            self.copies[name] = buffer.copy_(tensor)
-
-    def run(self) -> None:
-        """Write it; every rank calls this and returns once it is whole.
+    def run(self, planner: SavePlanner) -> str:
+        """Write it; every rank calls this, and returns its path once it is whole.
 
         Shapes: none.
         Placement: each rank's shards -> files; copies of other ranks are written once.
@@ -146,13 +186,14 @@ class _Save:
         sizes = {name: value.numel() * value.element_size() for name, value in self.state.items() if isinstance(value, Tensor)}
         everyone = gather_all(sizes, self.group)
         self._on_rank_0(lambda: self._begin(sum({name: size for each in everyone for name, size in each.items()}.values())))
-        writer = Writer(unfinished(self.folder))
+        writer = Writer(unfinished(self.folder), rank())
         try:
-            dcp.save(self.state, storage_writer=writer, planner=SavePlanner(self.copies), process_group=self.group)
+            dcp.save(self.state, storage_writer=writer, planner=planner, process_group=self.group)
         except CheckpointException as error:  # on all ranks
             self._give_up("; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in error.failures.items()))
         written = gather_all(writer.entries, self.group)
         self._on_rank_0(lambda: self._finish(written))
+        return str(self.folder)
 
     def _begin(self, nbytes: int) -> None:
         if is_foreign(self.folder):

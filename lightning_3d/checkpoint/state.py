@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -45,8 +46,11 @@ class OwnState:
 
     def take(self, loaded: State, groups: Sequence[Sequence[State]]) -> None:
         """Hand back what was loaded: tensors were filled in place, the rest is set here."""
-        model: Any = {name: loaded.get("model." + _global(name), value) for name, value in self._model.items()}
-        set_model_state_dict(self._module, model)
+        other = {name: value for name, value in self._model.items() if not isinstance(value, Tensor)}
+        if other:
+            model = {name: loaded.get("model." + _global(name), value) for name, value in other.items()}
+            set_model_state_dict(self._module, model, options=StateDictOptions(strict=False))
+        self._module.load_state_dict(self._module.state_dict(keep_vars=True))  # onto itself: nothing is copied, but hooks may be waiting
         for index, (optimizer, state) in enumerate(zip(self._optimizers, self._states, strict=True)):
             for name, values in state["state"].items():
                 values |= {key: loaded.get(f"optimizer.{index}.state.{_global(name)}.{key}", value) for key, value in values.items()}

@@ -139,6 +139,11 @@ def sizes(folder: Place) -> dict[str, int]:
     return found
 
 
+def open_unbuffered(path: Place) -> Any:
+    """Open for reads that go straight to the reader's memory; of a store, blocks are kept."""
+    return path.open("rb", buffering=0) if isinstance(path, Path) else path.open("rb")
+
+
 def to_disk(file: Any) -> None:
     """What was written is on the disk, not only in the page cache; an object is in its store when it is closed."""
     file.flush()

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from lightning_3d.checkpoint.files import Reader
 from lightning_3d.checkpoint.folder import is_checkpoint, latest_checkpoint
 from lightning_3d.checkpoint.loading import load_trainer_state
-from lightning_3d.checkpoint.manifest import damage, missing
+from lightning_3d.checkpoint.manifest import Manifest, damage
 from lightning_3d.checkpoint.store import Place, at
 from lightning_3d.errors import ConfigError, DamagedCheckpointError
 from lightning_3d.model.config import LlamaConfig
@@ -115,6 +115,6 @@ def _find(path: Place) -> Place:
         raise ConfigError(
             f"{folder} is a checkpoint in one file, as other strategies write it: name one that was written by ThreeDStrategy"
         )
-    if found := missing(folder):
+    if found := Manifest(folder).missing():
         raise DamagedCheckpointError(f"{folder} is damaged: {found}; name an older one")
     return folder

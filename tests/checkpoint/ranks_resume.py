@@ -259,7 +259,7 @@ def fit(run: Run) -> dict[str, Any]:
     except (ConfigError, CheckpointWriteError) as error:
         record.seen["error"] = str(error)
     assert signal.getsignal(signal.SIGTERM) == before
-    return record.seen | {"step": trainer.global_step, "last": checkpoint.last_model_path}
+    return record.seen | {"step": trainer.global_step, "last": checkpoint.last_model_path, "copied": trainer.strategy.saver.copied_nbytes}
 
 
 def fit_from_weights(run: Run, path: str) -> dict[str, Any]:

@@ -17,10 +17,15 @@ RUN = Run(Layout(pp=2), "", checkpoint={"checkpoint_interval": 3})
 
 
 @pytest.fixture(scope="module")
-def saved(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_of_six(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    """Its folder, with step 3 and 6, and its losses."""
     folder = tmp_path_factory.mktemp("saved")
-    pool.run(fit, 2, (replace(RUN, folder=str(folder), trainer={"max_steps": 6}),))
-    return folder
+    return folder, pool.run(fit, 2, (replace(RUN, folder=str(folder), trainer={"max_steps": 6}),))[0]["losses"]
+
+
+@pytest.fixture
+def saved(run_of_six: tuple[Path, list[float]]) -> Path:
+    return run_of_six[0]
 
 
 def flip(path: Path) -> None:
@@ -56,13 +61,15 @@ def test_damage_is_named(saved: Path, pool: RankPool, tmp_path: Path, harm: Call
 
 
 @pytest.mark.parametrize("harm", [flip, cut])
-def test_an_older_one_is_taken(saved: Path, pool: RankPool, tmp_path: Path, harm: Callable[[Path], None]) -> None:
-    """The run goes on from step 3 and saves step 6 again; the damaged one is kept under another name."""
+def test_an_older_one_is_taken(run_of_six: tuple[Path, list[float]], pool: RankPool, tmp_path: Path, harm: Callable[[Path], None]) -> None:
+    """The run goes on from step 3, whatever was read of step 6, and saves that again; the damaged one is kept under another name."""
+    saved, losses = run_of_six
     root = Path(shutil.copytree(saved, tmp_path / "run"))
     harm(step_folder(root, 6) / "__0_0.distcp")
     run = replace(RUN, folder=str(root), resume=str(step_folder(root, 6)), resume_from_older=True)
     for seen in pool.run(fit, 2, (run,)):
         assert seen["first_step"] == 3
+        assert seen["losses"][:3] == losses[3:]
         assert len(seen["losses"]) == STEPS - 3
     assert whole_steps(root) == [3, 6, 8]
     assert (root / "step-6.damaged").is_dir()
@@ -100,11 +107,17 @@ def test_the_last_save_must_not_fail(pool: RankPool, tmp_path: Path, background:
 
 @pytest.mark.parametrize("layout", [Layout(dp=2), Layout(dp=2, mode="fsdp"), Layout(pp=2), Layout(tp=2)], ids=str)
 def test_in_the_background_it_is_the_same(layout: Layout, pool: RankPool, tmp_path: Path) -> None:
-    """A checkpoint in every step, each of the state of its step though training has gone on; then resumed from the fifth."""
+    """A checkpoint in every step, each of the state of its step though training has gone on; then resumed from the fifth.
+
+    What several ranks hold is copied by the one that writes it.
+    """
     run = Run(layout, str(tmp_path / "a"), checkpoint={"checkpoint_interval": 1})
     straight = pool.run(fit, 2, (run,))
     behind = replace(run, layout=replace(layout, background=True), folder=str(tmp_path / "b"))
-    assert [seen["losses"] for seen in pool.run(fit, 2, (behind,))] == [seen["losses"] for seen in straight]
+    background = pool.run(fit, 2, (behind,))
+    assert [seen["losses"] for seen in background] == [seen["losses"] for seen in straight]
+    state = {key: value for seen in straight for key, value in seen["final"].items()}
+    assert sum(seen["copied"] for seen in background) == sum(value.nbytes for value in state.values())
     assert whole_steps(tmp_path / "b") == list(range(1, STEPS + 1))
     again = replace(behind, folder=str(tmp_path / "c"), resume=str(step_folder(tmp_path / "b", 5)))
     for resumed, whole in zip(pool.run(fit, 2, (again,)), straight, strict=True):

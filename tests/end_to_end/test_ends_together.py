@@ -46,6 +46,7 @@ def assert_saved_together(run: Run) -> int:
     assert steps[0] == steps[1]
     assert sorted(os.listdir(run.folder / "checkpoints")) == [f"step-{steps[0]}"]
     assert whole_steps(run.folder / "checkpoints") == steps[:1]
+    assert (run.folder / "newest-1").read_text() == str(run.folder / "checkpoints" / f"step-{steps[0]}")
     return steps[0]
 
 
@@ -83,9 +84,10 @@ def test_sigterm(launcher: str, tell: Callable[[Run], None], code: int, start: S
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_an_exception_on_one_rank(launcher: str, rank: int, start: Starter) -> None:
-    """Two callbacks want to save then, and must not wait for ranks that do not come."""
+    """Two callbacks want to save then, must not wait for ranks that do not come, and do not say that they have saved."""
     run = start(SCRIPT, start.folder, "--fails_on_rank", str(rank), launcher=launcher)
     run.wait_for(lambda: len(losses(run.folder, rank)) == 2)
     assert run.wait(END_S) not in (0, 143)
     assert f"ZeroDivisionError: the model of rank {rank} is broken" in run.output
     assert whole_steps(run.folder / "checkpoints") == []
+    assert (run.folder / f"newest-{rank}").read_text() == ""

@@ -1,6 +1,6 @@
 """A user's own script: a Llama on the text in tests/data, saved every 50 steps, going on from the newest checkpoint.
 
-Each rank writes its process id, and the loss of each step, to a file in FOLDER.
+Each rank writes its process id, the loss of each step, and what it takes for the newest checkpoint in the end, to files in FOLDER.
 """
 
 import argparse
@@ -52,20 +52,24 @@ def main() -> None:
     Model.fails_on_rank = options.fails_on_rank
     checkpoints = options.folder / "checkpoints"
     on_exception = ModelCheckpoint(options.folder / "on_exception", save_on_exception=True, save_top_k=0)
+    saver = Checkpoint(str(checkpoints), 50, keep_last=1)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,
         strategy=ThreeDStrategy(pp=2),
         max_steps=options.steps,
         max_epochs=-1,
-        callbacks=[Diary(options.folder), Checkpoint(str(checkpoints), 50, keep_last=1), on_exception],
+        callbacks=[Diary(options.folder), saver, on_exception],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     llama = LlamaConfig(vocab_size=512, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
     data = NanosetDataModule(str(DATA), sequence_length=16, batch_accumulation_per_replica=2, num_workers=1)
-    trainer.fit(Model(llama), datamodule=data, ckpt_path=latest_checkpoint(checkpoints))
+    try:
+        trainer.fit(Model(llama), datamodule=data, ckpt_path=latest_checkpoint(checkpoints))
+    finally:
+        (options.folder / f"newest-{trainer.global_rank}").write_text(saver.last_model_path)
 
 
 if __name__ == "__main__":
