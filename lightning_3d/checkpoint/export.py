@@ -36,7 +36,6 @@ def export(
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     max_shard_nbytes: int = 5_000_000_000,
     tokenizer: str | None = None,
-    verify: bool = True,
 ) -> None:
     """Write a checkpoint's weights as a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads.
 
@@ -46,7 +45,6 @@ def export(
         dtype: of the weights in the output; null keeps the checkpoint's, bit by bit.
         max_shard_nbytes: the largest file, and about the memory that is needed; a larger tensor gets a file of its own.
         tokenizer: tokenizer.json, or folder with a tokenizer, to put beside; null takes the one that the run knows.
-        verify: look first whether the checkpoint's files are what was written, which reads all of them.
 
     Raises:
         DamagedCheckpointError: a file of the checkpoint is missing, cut off or altered.
@@ -57,8 +55,6 @@ def export(
     shards = _split(weights, wanted, max_shard_nbytes)
     known = tokenizer or weights.tokenizer
     ids = _token_ids(weights, known)
-    if verify:
-        weights.verify()
     place = _begin(folder, sum(_nbytes(weights, name, wanted) for names in shards for name in names))
     _write_shards(weights, shards, wanted, place)
     _write_json(place / "config.json", to_hf_config(weights.config, wanted or weights.dtype(weights.names[0]), **ids))

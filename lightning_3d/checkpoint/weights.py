@@ -4,7 +4,8 @@ A tensor is put together from the shards that hold parts of it, whatever layout 
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from jaxtyping import Shaped
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_3d.checkpoint.files import Reader
 from lightning_3d.checkpoint.folder import is_checkpoint, latest_checkpoint
 from lightning_3d.checkpoint.loading import load_trainer_state
-from lightning_3d.checkpoint.manifest import Manifest, damage
+from lightning_3d.checkpoint.manifest import Manifest
 from lightning_3d.checkpoint.store import Place, at
 from lightning_3d.errors import ConfigError, DamagedCheckpointError
 from lightning_3d.model.config import LlamaConfig
@@ -34,15 +36,17 @@ class CheckpointWeights:
         path: folder of a checkpoint, or of several: the newest whole one.
 
     Raises:
-        DamagedCheckpointError: a file is missing or cut off.
+        DamagedCheckpointError: a file is missing, cut off or, of those that are read, altered.
         ConfigError: there is no sharded checkpoint, or not one of a Llama.
     """
 
     def __init__(self, path: str | Place) -> None:
         self.folder = _find(at(path))
-        self.trainer_state = load_trainer_state(str(self.folder))
+        with _damage_named(self.folder):
+            self.trainer_state = load_trainer_state(str(self.folder))
+            self._reader = Reader(self.folder)
+            held = self._reader.read_metadata().state_dict_metadata
         self.config = self._llama()
-        held = Reader(self.folder).read_metadata().state_dict_metadata
         names = {name.removeprefix(_PREFIX): value for name, value in held.items() if name.startswith(_PREFIX)}
         self._held = {name: value for name, value in names.items() if isinstance(value, TensorStorageMetadata)}
         self._check_names()
@@ -73,20 +77,15 @@ class CheckpointWeights:
         """Of a whole parameter."""
         return tuple(self._held[name].size)
 
-    def verify(self) -> None:
-        """Whether the files are what was written; reads all of them, optimizer state too.
+    def read_into(self, targets: Mapping[str, Shaped[Tensor, "..."]]) -> None:
+        """Fill whole tensors in place, in their own dtypes.
 
         Raises:
-            DamagedCheckpointError: one is altered.
+            DamagedCheckpointError: what was read is not what was written.
         """
-        if found := damage(self.folder):
-            raise DamagedCheckpointError(f"{self.folder} is damaged: {found}; name an older one")
-
-    def read_into(self, targets: Mapping[str, Shaped[Tensor, "..."]]) -> None:
-        """Fill whole tensors in place, in their own dtypes."""
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _damage_named(self.folder):
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load({_PREFIX + name: tensor for name, tensor in targets.items()}, storage_reader=Reader(self.folder), no_dist=True)
+            dcp.load({_PREFIX + name: tensor for name, tensor in targets.items()}, storage_reader=self._reader, no_dist=True)
 
     def _llama(self) -> LlamaConfig:
         shape = self.settings.get("llama")
@@ -105,6 +104,18 @@ class CheckpointWeights:
         over = sorted(self._held.keys() - whole_names(self.config).keys())
         if over:
             raise ConfigError(f"{self.folder} holds {over[0]}, which a Llama lacks: its module is another model")
+
+
+@contextmanager
+def _damage_named(folder: Place) -> Iterator[None]:
+    """Say of which checkpoint a damaged file is."""
+    try:
+        yield
+    except (DamagedCheckpointError, CheckpointException) as error:
+        found = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        if not isinstance(found, DamagedCheckpointError):
+            raise
+        raise DamagedCheckpointError(f"{folder} is damaged: {found}; name an older one") from None
 
 
 def _find(path: Place) -> Place:

@@ -35,6 +35,7 @@ class Layout:
     dp: int = 1
     tp: int = 1
     pp: int = 1
+    cp: int = 1
     mode: str = "ddp"
     virtual: int = 1
     sequence_parallel: bool = False
@@ -43,7 +44,7 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        return self.dp * self.tp * self.pp
+        return self.dp * self.tp * self.pp * self.cp
 
     @property
     def microbatches(self) -> int:
@@ -53,6 +54,7 @@ class Layout:
         parts = [
             f"dp{self.dp}tp{self.tp}pp{self.pp}",
             self.mode,
+            *[f"cp{self.cp}"] * (self.cp > 1),
             *["sp"] * self.sequence_parallel,
             *[f"v{self.virtual}"] * (self.virtual > 1),
         ]
@@ -63,6 +65,7 @@ class Layout:
             dp=self.dp,
             tp=self.tp,
             pp=self.pp,
+            cp=self.cp,
             pp_engine="interleaved_1f1b" if self.virtual > 1 else "1f1b",
             virtual_stages=self.virtual,
             data_parallel=self.mode,  # type: ignore[arg-type]

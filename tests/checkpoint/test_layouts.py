@@ -45,6 +45,13 @@ MODES = [
     Layout(dp=4, mode="hsdp"),
 ]
 AXES = [Layout(tp=2), Layout(tp=4), Layout(tp=2, pp=2, virtual=2), Layout(pp=4)]
+CONTEXT = [
+    Layout(cp=2),
+    Layout(dp=2, mode="fsdp"),
+    Layout(tp=2, cp=2, sequence_parallel=True),
+    Layout(pp=2, virtual=2),
+    Layout(dp=2, cp=2, mode="fsdp"),
+]
 OF_EIGHT = [
     Layout(dp=2, tp=2, pp=2, mode="fsdp"),
     Layout(dp=4, tp=2, mode="hsdp", sequence_parallel=True),
@@ -108,21 +115,21 @@ def check(a: Layout, b: Layout, saved: Saved, pool: RankPool, folder: Path, **mo
 
 def axes(layout: Layout) -> dict[str, Any]:
     """What a layout is made of; one replica has no mode."""
-    names = ["dp", "tp", "pp", "virtual", "sequence_parallel", *["mode"] * (layout.dp > 1)]
+    names = ["dp", "tp", "pp", "cp", "virtual", "sequence_parallel", *["mode"] * (layout.dp > 1)]
     return {name: getattr(layout, name) for name in names}
 
 
 def test_everything_changes_into_everything() -> None:
-    rounds = [pair.values for each in (LAYOUTS, MODES, AXES, OF_EIGHT) for pair in pairs(each)]
+    rounds = [pair.values for each in (LAYOUTS, MODES, AXES, CONTEXT, OF_EIGHT) for pair in pairs(each)]
     changes = [(axes(a), axes(b)) for a, b in rounds]
-    sizes = dict.fromkeys(("dp", "tp", "pp"), (1, 2, 4)) | {"virtual": (1, 2), "sequence_parallel": (False, True)}
+    sizes = dict.fromkeys(("dp", "tp", "pp"), (1, 2, 4)) | {"cp": (1, 2), "virtual": (1, 2), "sequence_parallel": (False, True)}
     for axis, values in (sizes | {"mode": DATA_PARALLEL_MODES}).items():
         assert {(a.get(axis), b.get(axis)) for a, b in changes} >= set(permutations(values, 2)), axis
     together = {(one, other) for a, b in changes for one, other in combinations(a, 2) if a[one] != b[one] and a[other] != b.get(other)}
     assert together >= set(combinations([*sizes, "mode"], 2))
 
 
-@pytest.mark.parametrize(("a", "b"), [*pairs(LAYOUTS), *pairs(MODES), *pairs(AXES)])
+@pytest.mark.parametrize(("a", "b"), [*pairs(LAYOUTS), *pairs(MODES), *pairs(AXES), *pairs(CONTEXT)])
 def test_resumes_elsewhere(a: Layout, b: Layout, saved: Saved, pool: RankPool, tmp_path: Path) -> None:
     check(a, b, saved, pool, tmp_path)
 

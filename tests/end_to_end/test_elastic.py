@@ -49,6 +49,18 @@ def torchrun(*options: str, config: Path) -> list[str | Path]:
     return ["-m", "torch.distributed.run", *options, "--rdzv-backend=c10d", *fit]
 
 
+def node(port: int, config: Path, *, is_host: bool) -> list[str | Path]:
+    """One of one or two nodes, each with one process."""
+    joined = [f"--rdzv-endpoint=localhost:{port}", f"--rdzv-conf={QUICK},is_host={int(is_host)}"]
+    return torchrun("--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", *joined, config=config)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def diary(folder: Path, rank: int = 0) -> list[tuple[int, float]]:
     """(step, loss) in the order in which they were trained; a line that a kill cut off is none."""
     path = folder / f"rank-{rank}"
@@ -108,21 +120,53 @@ def test_fewer_processes(start: Starter) -> None:
     straight, shrunk = start.folder / "straight", start.folder / "shrunk"
     run = start(*torchrun("--nproc-per-node=1", "--rdzv-endpoint=localhost:0", config=recipe(straight)))
     assert run.wait() == 0, run.output
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    endpoint, config = f"--rdzv-endpoint=localhost:{port}", recipe(shrunk, pause_s=0.1)
-    host, guest = (
-        start(
-            *torchrun(
-                "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", endpoint, f"--rdzv-conf={QUICK},is_host={first}", config=config
-            )
-        )
-        for first in (1, 0)
-    )
+    config, port = recipe(shrunk, pause_s=0.1), free_port()
+    host, guest = (start(*node(port, config, is_host=first)) for first in (True, False))
     host.wait_for(lambda: reached(shrunk, 9))
     assert len(diary(shrunk, 1)) > 0
     guest.close()
     assert host.wait(200) == 0, host.output
     assert_same_losses(shrunk, straight, restarts=1)
     assert {step for step, _ in diary(shrunk, 1)} < set(range(1, 20))
+
+
+@pytest.mark.slow  # a minute
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("on_path")
+def test_more_processes(start: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node joins one that is training: told to stop, that one saves; both go on from there, with the same global batch.
+
+    Else torch 2.13's first node, which keeps its store, tells the other no address (dynamic_rendezvous.py), and both fail after a minute.
+    """
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    straight, grown = start.folder / "straight", start.folder / "grown"
+    run = start(*torchrun("--nproc-per-node=1", "--rdzv-endpoint=localhost:0", config=recipe(straight)))
+    assert run.wait() == 0, run.output
+    config, port = recipe(grown, pause_s=1.0), free_port()
+    host = start(*node(port, config, is_host=True))
+    host.wait_for(lambda: reached(grown, 3))
+    assert not diary(grown, 1)
+    guest = start(*node(port, config, is_host=False))
+    host.wait_for(lambda: bool(diary(grown, 1)))
+    assert [host.wait(200), guest.wait(200)] == [0, 0], host.output + guest.output
+    assert_same_losses(grown, straight, restarts=0)
+    steps = [step for step, _ in diary(grown, 1)]
+    assert steps == list(range(steps[0], STEPS + 1))
+
+
+@pytest.mark.slow  # a minute
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("on_path")
+def test_the_host_of_the_rendezvous_is_lost(start: Starter) -> None:
+    """torchrun's store is gone with it: the other node ends too, and whoever starts it again goes on from the newest checkpoint."""
+    straight, orphaned = start.folder / "straight", start.folder / "orphaned"
+    run = start(*torchrun("--nproc-per-node=1", "--rdzv-endpoint=localhost:0", config=recipe(straight)))
+    assert run.wait() == 0, run.output
+    config, port = recipe(orphaned, pause_s=0.1), free_port()
+    host, guest = (start(*node(port, config, is_host=first)) for first in (True, False))
+    host.wait_for(lambda: reached(orphaned, 9))
+    host.close()
+    assert guest.wait(200) not in (0, None), guest.output
+    again = start(*node(free_port(), config, is_host=True))
+    assert again.wait(200) == 0, again.output
+    assert_same_losses(orphaned, straight, restarts=1)
