@@ -5,7 +5,7 @@ from typing import Any
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.parallel.pipeline import check_engine
+from lightning_3d.parallel.schedules import check_engine
 from lightning_3d.parallel.stages import Layout
 from lightning_3d.placement import head_tail
 
@@ -18,7 +18,7 @@ def check_run(module: Any, datamodule: Any, layout: Layout, *, engine: str, micr
             is split over pp, tp or cp, or what the module itself refuses.
     """
     dims = layout.dims
-    check_engine(engine, pp=dims.pp, virtual_stages=layout.virtual_stages, microbatches=microbatches)
+    check_engine(engine, pp=dims.pp, virtual_stages=layout.num_stages // dims.pp, microbatches=microbatches)
     if not all(hasattr(module, name) for name in ("build_stage", "pipeline_loss", "pipeline_step")):
         _check_plain(module, layout)
     lengths = getattr(datamodule, "sequence_lengths", None) or [getattr(datamodule, "sequence_length", 0)]

@@ -38,8 +38,9 @@ from lightning_3d.parallel.data import DATA_PARALLEL_MODES, DataParallel, start_
 from lightning_3d.parallel.evaluation import EvaluationRunner
 from lightning_3d.parallel.gradients import Gradients
 from lightning_3d.parallel.guard import BatchGuard
-from lightning_3d.parallel.pipeline import Engine, TrainingRunner, check_engine
+from lightning_3d.parallel.pipeline import TrainingRunner
 from lightning_3d.parallel.recompute import Recompute, check_recompute
+from lightning_3d.parallel.schedules import Engine, check_engine, check_halves, stage_coords
 from lightning_3d.parallel.stages import Layout, Stages
 from lightning_3d.parallel.step import StepRunner
 from lightning_3d.precision import with_global_clipping
@@ -56,8 +57,8 @@ class ThreeDStrategy(ShardedCheckpoints):
         pp: ranks that share the layers.
         cp: ranks that share each sequence.
         cp_method: how attention reaches the other ranks' tokens, with cp > 1 (parallel/context.py); None: ring.
-        pp_engine: schedule of the pipeline.
-        virtual_stages: stages on each rank of the pipeline; more than one for ``interleaved_1f1b``.
+        pp_engine: schedule of the pipeline (parallel/schedules.py): a name, or a .csv file with a row of actions (0F0, 0B0 ...) a rank.
+        virtual_stages: stages on each rank of the pipeline.
         data_parallel: who holds copies of parameters, gradients and optimizer state (parallel/data.py).
         dp_replicate: number of copies under ``hsdp``; its shards span dp x cp / dp_replicate ranks.
         sequence_parallel: keep S/tp of the hidden state on each tp rank between layers.
@@ -97,6 +98,8 @@ class ThreeDStrategy(ShardedCheckpoints):
                 f"data_parallel={data_parallel!r} with dp_replicate={dp_replicate}: choose from {list(DATA_PARALLEL_MODES)}; "
                 "hsdp needs dp_replicate >= 2, the others 1"
             )
+        check_halves(pp_engine, pp, {"recompute": recompute, "compile": compile})
+        self._stage_coords = stage_coords(pp_engine, pp, virtual_stages)
         self._sizes: dict[str, Any] = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "replicate": dp_replicate}
         self.pp_engine, self.virtual_stages, self.data_parallel = pp_engine, virtual_stages, data_parallel
         check_method(cp_method, cp)
@@ -135,7 +138,7 @@ class ThreeDStrategy(ShardedCheckpoints):
     def layout(self) -> Layout:
         """What decides which parameters lie on a rank."""
         return Layout(
-            self.dims, self.virtual_stages, self.data_parallel, self.sequence_parallel, self.recompute, self.compile, self.cp_method
+            self.dims, self._stage_coords, self.data_parallel, self.sequence_parallel, self.recompute, self.compile, self.cp_method
         )
 
     @property
@@ -225,10 +228,10 @@ class ThreeDStrategy(ShardedCheckpoints):
             self._step.count = self.microbatches  # of the data module of this fit
             return stages.modules
         self._stages = stages
-        self._gradients = Gradients(stages.parameters(), self.mesh, stages.partial, stages.tied)
-        self._step = StepRunner(module, self.mesh, self.root_device, self.microbatches, is_last=stages.is_last)
+        self._gradients = Gradients(stages.parameters(), self.mesh, stages.partial, stages.tied, stages.copies())
+        self._step = StepRunner(module, self.mesh, self.root_device, self.microbatches, last=self._stage_coords[-1])
         self._train = TrainingRunner(stages.modules, self.num_stages, self.mesh, self.pp_engine, module, self._step.loss_of)
-        self._evaluate = EvaluationRunner(stages.modules, self.num_stages, self.mesh, module)
+        self._evaluate = EvaluationRunner(stages.modules, self._stage_coords, self.mesh, module)
         return stages.modules
 
     @override

@@ -26,10 +26,19 @@ class Gradients:
         parameters: this rank's parameters by their global names.
         partial: names of those whose gradients are partial sums over tp.
         tied: pp coords of the holders of parameters that several stages share.
+        copies: of those that two stages of this rank hold, the second.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], mesh: Mesh, partial: set[str], tied: Mapping[str, list[int]]) -> None:
-        self._parameters = dict(parameters)  # frozen ones too: they may thaw
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        mesh: Mesh,
+        partial: set[str],
+        tied: Mapping[str, list[int]],
+        copies: Mapping[str, nn.Parameter] | None = None,
+    ) -> None:
+        self._parameters, self._copies = dict(parameters), dict(copies or {})  # frozen ones too: they may thaw
+        self._held = self._parameters | {_copy_of(name): parameter for name, parameter in self._copies.items()}
         self._mesh, self._partial, self._tied = mesh, partial, tied
         # Sums of the earlier batches of an accumulation, which no other rank has seen. Not in p.grad: what ordinary autograd puts there
         # (a user's L2 term) is whole on every rank and must not be added up over them.
@@ -37,31 +46,32 @@ class Gradients:
 
     def run_apart(self, schedule: Callable[[], None]) -> dict[str, Tensor]:
         """Run a schedule and return the gradients that it made (this rank's parts), leaving those that were there as they were."""
-        before = {name: p.grad for name, p in self._parameters.items()}
-        for parameter in self._parameters.values():
+        before = {name: p.grad for name, p in self._held.items()}
+        for parameter in self._held.values():
             parameter.grad = None
         try:
-            with local_leaves(self._parameters) as leaves:
+            with local_leaves(self._held) as leaves:
                 schedule()
             fresh = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
-            made = {name: local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
-            return fresh | {name: fresh[name] + gradient if name in fresh else gradient for name, gradient in made.items()}
+            made = {name: local(p.grad) for name, p in self._held.items() if p.grad is not None}
         finally:
-            for name, parameter in self._parameters.items():
+            for name, parameter in self._held.items():
                 parameter.grad = before[name]
+        _add_to(fresh, made)
+        _add_to(fresh, {name: fresh.pop(_copy_of(name)) for name in self._copies if _copy_of(name) in fresh})
+        return fresh
 
     def drop(self) -> None:
         """Free all gradients."""
         self._unreduced = {}
-        for parameter in self._parameters.values():
+        for parameter in self._held.values():
             parameter.grad = None
 
     def deliver(self, fresh: dict[str, Tensor], scale: Float[Tensor, ""], *, reduce: bool) -> None:
         """Multiply by ``scale``, reduce over dp (and tp, and tied stages), add to ``p.grad``; while an accumulation goes on, keep them."""
         if fresh and (scale.is_cuda or scale != 1):  # a number on a GPU is not waited for
             torch._foreach_mul_(list(fresh.values()), scale.to(next(iter(fresh.values())).dtype))
-        for name, gradient in self._unreduced.items():
-            fresh[name] = fresh[name] + gradient if name in fresh else gradient
+        _add_to(fresh, self._unreduced)
         self._unreduced = {} if reduce else fresh
         if reduce:
             self._reduce(fresh)
@@ -83,8 +93,9 @@ class Gradients:
         return [p.grad for p in held if p.grad is not None and (wanted is None or id(p) in wanted)]
 
     def _add(self, fresh: Mapping[str, Tensor]) -> None:
-        for name, part in fresh.items():
-            parameter = self._parameters[name]
+        held = [(self._parameters[name], part) for name, part in fresh.items()]
+        held += [(copy, fresh[name].clone()) for name, copy in self._copies.items() if name in fresh]  # each is clipped in place
+        for parameter, part in held:
             gradient = local_as(part, parameter)
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
@@ -99,6 +110,15 @@ class Gradients:
         if copies and self._mesh.dims.dp_cp > 1:
             fresh |= add_up(copies, self._mesh.dp_cp_group)
         exchange_tied(fresh, tied, self._mesh)
+
+
+def _copy_of(name: str) -> str:
+    return f"{name} (copy)"
+
+
+def _add_to(sums: dict[str, Tensor], parts: Mapping[str, Tensor]) -> None:
+    for name, part in parts.items():
+        sums[name] = sums[name] + part if name in sums else part
 
 
 class _HandOver(torch.autograd.Function):

@@ -1,28 +1,26 @@
 """Pipeline parallelism: the split into stages, and torch's schedules driven by microbatch number.
 
-Stage i lives on pp coord i % pp. torch's schedules split tensors themselves, on dim 0; so they get the *number* of each microbatch
-as their only input, and a hook on the stage looks the microbatch up. Any pytree works then, and every stage may use the batch.
+Which stage lies where, and what runs when, is schedules.py's. torch's schedules split tensors themselves, on dim 0; so they get the
+*number* of each microbatch as their only input, and a hook on the stage looks the microbatch up. Any pytree works then, and every stage
+may use the batch.
 
 The loss is scaled before its backward (``scale_grads=False``): one place owns the scale.
 """
 
 from collections.abc import Callable, Mapping
 from itertools import pairwise
-from typing import Any, Literal, Protocol, get_args, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.utils import _pytree as pytree
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.mesh import Mesh
 from lightning_3d.parallel.data import set_last_microbatch
 from lightning_3d.parallel.microbatch import signature, tensor_leaves
-
-Engine = Literal["afab", "1f1b", "interleaved_1f1b"]
-ENGINES: tuple[str, ...] = get_args(Engine)
+from lightning_3d.parallel.schedules import Engine, Stage, build_schedule
 
 MAX_SCHEDULES = 8  # a schedule holds its receive buffers: keep a few shapes (lengths change by data stage), not all of them
 
@@ -36,33 +34,6 @@ class StageWork(Protocol):
 
     def stage_kwargs(self, microbatch: Any) -> dict[str, Any]:
         """Keyword inputs of every stage."""
-
-
-def check_engine(engine: str, *, pp: int, virtual_stages: int, microbatches: int | None) -> None:
-    """Whether the schedule can run at all.
-
-    Raises:
-        ConfigError: an unknown schedule, virtual stages without an interleaved one, a number of microbatches it cannot run.
-    """
-    if engine not in ENGINES:
-        raise ConfigError(f"pp_engine={engine!r} is unknown: choose from {list(ENGINES)}")
-    if virtual_stages < 1 or (virtual_stages > 1) != (engine == "interleaved_1f1b" and pp > 1):
-        raise ConfigError(
-            f"virtual_stages={virtual_stages} with pp_engine={engine} and pp={pp}: interleaved_1f1b needs pp >= 2 and virtual_stages >= 2, "
-            "the other schedules need virtual_stages=1"
-        )
-    if microbatches is None or pp == 1:
-        return
-    if microbatches < 1 or (engine == "1f1b" and microbatches < pp):
-        raise ConfigError(
-            f"batch_accumulation_per_replica={microbatches} is too small for pp_engine={engine} with pp={pp}: set it to {pp} or more"
-            + (" or choose afab" if engine == "1f1b" else "")
-        )
-    rounds = max(1, microbatches // pp)
-    if engine == "interleaved_1f1b" and microbatches % rounds:
-        raise ConfigError(
-            f"batch_accumulation_per_replica={microbatches} does not suit interleaved_1f1b with pp={pp}: use a multiple of {pp}"
-        )
 
 
 def split_layers(num_layers: int, num_stages: int, *, first_cost: float = 0.0, last_cost: float = 0.0) -> list[range]:
@@ -155,14 +126,12 @@ class TrainingRunner:
             self._loss(number, output).backward()
 
     def _build(self, count: int, device: torch.device) -> Any:
-        stages = [PipelineStage(s, i, self._num_stages, device, group=self._mesh.pp_group) for i, s in sorted(self._stages.items())]
+        stages = [Stage(s, i, self._num_stages, device, group=self._mesh.pp_group) for i, s in sorted(self._stages.items())]
 
         def loss(output: Any, number: Int[Tensor, "1"]) -> Float[Tensor, ""]:
             return self._loss(int(number), output)
 
-        if self._engine == "interleaved_1f1b":
-            return ScheduleInterleaved1F1B(stages, count, loss_fn=loss, scale_grads=False)  # type: ignore[arg-type]
-        return {"afab": ScheduleGPipe, "1f1b": Schedule1F1B}[self._engine](stages[0], count, loss_fn=loss, scale_grads=False)
+        return build_schedule(self._engine, stages, self._mesh.dims.pp, count, loss)
 
     def _look_up(self, *, first: bool) -> Callable[..., Any]:
         def hook(stage: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -46,7 +46,7 @@ class Layout:
     """What decides which parameters, and which parts of them, lie on a rank, and how its stages are built."""
 
     dims: ParallelDims
-    virtual_stages: int = 1
+    stage_coords: tuple[int, ...] = (0,)  # pp coord of each stage
     data_parallel: DataParallel = "ddp"
     sequence_parallel: bool = False
     recompute: Recompute = "none"
@@ -56,7 +56,7 @@ class Layout:
     @property
     def num_stages(self) -> int:
         """Stages of the pipeline over all ranks."""
-        return self.dims.pp * self.virtual_stages
+        return len(self.stage_coords)
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Stages:
 
     @classmethod
     def build(cls, builder: StageBuilder, mesh: Mesh, device: torch.device, layout: Layout) -> "Stages":
-        """Build stages pp, pp + size, ... of this rank; collective.
+        """Build the stages of this rank; collective.
 
         Raises:
             ConfigError: two stages of this rank have a parameter of the same name.
@@ -80,15 +80,10 @@ class Stages:
         builder.tensor_parallel = tp
         cp = builder.context_parallel = ContextParallel(mesh.cp_group, layout.cp_method) if mesh.dims.cp > 1 else None
         parallelise: Callable[[nn.Module, Any], None] | None = getattr(builder, "parallelize_stage", None)
-        for index in range(mesh.coord.pp, layout.num_stages, mesh.dims.pp):
+        for index in (stage for stage, coord in enumerate(layout.stage_coords) if coord == mesh.coord.pp):
             with torch.device("meta"):
                 stage = builder.build_stage(index, layout.num_stages)
-            again = sorted(stages.parameters().keys() & dict(stage.named_parameters()).keys())
-            if again:
-                raise ConfigError(
-                    f"stages {sorted(stages.modules)} and {index} lie on one rank and both have {again}: name parameters the same "
-                    "whatever the number of stages (layers by their number in the model); tied ones cannot be on virtual stages of one rank"
-                )
+            stages.check_names(index, stage)
             if parallelise is not None:
                 parallelise(stage, mesh.parameter_mesh)
             elif tp is not None:
@@ -101,9 +96,23 @@ class Stages:
             builder.init_stage(stage, device)
             stages.modules[index] = stage
         stages.tied = find_tied(list(stages.parameters()), mesh)
-        if stages.tied:
-            rank_zero_info(f"Tied, since they have one name on several stages of the pipeline: {', '.join(stages.tied)}")
+        if tied := sorted(stages.tied.keys() | stages.copies().keys()):
+            rank_zero_info(f"Tied, since they have one name on several stages of the pipeline: {', '.join(tied)}")
         return stages
+
+    def check_names(self, index: int, stage: nn.Module) -> None:
+        """Whether a stage may join those that are there: one name is one parameter, and only the first and the last stage may share some.
+
+        Raises:
+            ConfigError: they share others, or blocks.
+        """
+        again = sorted(self.parameters().keys() & dict(stage.named_parameters()).keys())
+        first = dict(self.modules[0].named_parameters()) if 0 in self.modules and index == self.layout.num_stages - 1 else {}
+        if any(name not in first or isinstance(getattr(stage, name.split(".")[0]), nn.ModuleList | nn.ModuleDict) for name in again):
+            raise ConfigError(
+                f"stages {sorted(self.modules)} and {index} lie on one rank and both have {again}: name parameters the same "
+                "whatever the number of stages (layers by their number in the model); only the first and the last stage may share some"
+            )
 
     def check_layout(self, layout: Layout) -> None:
         """Whether the stages of an earlier Trainer fit a later one.
@@ -117,14 +126,15 @@ class Stages:
                 "it, or keep the layout"
             )
 
-    @property
-    def is_last(self) -> bool:
-        """Whether this rank holds the last stage."""
-        return self.layout.num_stages - 1 in self.modules
-
     def parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters by their global names."""
-        return {name: parameter for stage in self.modules.values() for name, parameter in stage.named_parameters()}
+        """This rank's parameters by their global names; of those that two of its stages hold, the first."""
+        return {name: parameter for stage in reversed(self.modules.values()) for name, parameter in stage.named_parameters()}
+
+    def copies(self) -> dict[str, nn.Parameter]:
+        """The second ones: what the last stage shares with the first, where both lie on this rank."""
+        first = self.parameters()
+        held = (pair for stage in self.modules.values() for pair in stage.named_parameters())
+        return {name: parameter for name, parameter in held if first[name] is not parameter}
 
     def counts(self, mesh: Mesh, device: torch.device) -> tuple[int, int]:
         """Number of parameters of the whole model (tied ones once), and on this rank.
@@ -135,6 +145,7 @@ class Stages:
         Source: this project.
         """
         again = sum(p.numel() for name, p in self.parameters().items() if name in self.tied and self.tied[name][0] != mesh.coord.pp)
+        again += sum(p.numel() for p in self.copies().values())
         total = torch.tensor(sum(full_numel(stage) for stage in self.modules.values()) - again, device=device)
         if mesh.dims.pp > 1:
             dist.all_reduce(total, group=mesh.pp_group)

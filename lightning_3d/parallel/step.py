@@ -50,12 +50,13 @@ class StepRunner:
 
     Args:
         count: number of microbatches of a training batch.
+        last: pp coord of the last stage.
     """
 
-    def __init__(self, work: StepWork, mesh: Mesh, device: torch.device, count: int, *, is_last: bool) -> None:
-        self._work, self._mesh, self._device, self.count = work, mesh, device, count
-        self._reports = is_last and mesh.coord.tp == 0
-        self._is_last = is_last
+    def __init__(self, work: StepWork, mesh: Mesh, device: torch.device, count: int, *, last: int) -> None:
+        self._work, self._mesh, self._device, self.count, self._last = work, mesh, device, count, last
+        self._is_last = mesh.coord.pp == last
+        self._reports = self._is_last and mesh.coord.tp == 0
         self._names: dict[str, list[str]] = {}  # of the metrics, for training and evaluation: only the last stage knows them at first
         self._microbatches: list[Any] = []
         self._shares = torch.empty(0)
@@ -110,7 +111,7 @@ class StepRunner:
 
         runner.run(microbatches, self._device, consume)
         if self._mesh.dims.pp > 1:
-            source = dist.get_global_rank(self._mesh.pp_group, self._mesh.dims.pp - 1)
+            source = dist.get_global_rank(self._mesh.pp_group, self._last)
             dist.broadcast_object_list(outputs, source, group=self._mesh.pp_group)
         return outputs
 
@@ -178,9 +179,7 @@ class StepRunner:
         if kind not in self._names:
             box = [mine]
             if self._mesh.dims.pp > 1:
-                dist.broadcast_object_list(
-                    box, dist.get_global_rank(self._mesh.pp_group, self._mesh.dims.pp - 1), group=self._mesh.pp_group
-                )
+                dist.broadcast_object_list(box, dist.get_global_rank(self._mesh.pp_group, self._last), group=self._mesh.pp_group)
             self._names[kind] = box[0]
         if self._is_last and mine != self._names[kind]:
             raise ConfigError(f"pipeline_loss() returned metrics {mine}, but {self._names[kind]} before: return the same ones every time")

@@ -35,12 +35,12 @@ class Scenario:
 
     @property
     def microbatches(self) -> int:
-        return max(2, self.pp)
+        return max(2, self.pp) * (2 if self.engine == "dualpipe_v" else 1)
 
     @property
     def rows(self) -> int:
-        """Sequences of one replica's batch; two a microbatch where that stays small."""
-        return self.microbatches * (2 if self.world_size < 8 else 1)
+        """Sequences of one replica's batch; two a microbatch where that stays small, and the same for all engines where they can."""
+        return max(2, self.pp) * (2 if self.world_size < 8 or self.engine == "dualpipe_v" else 1)
 
     @property
     def stages(self) -> int:

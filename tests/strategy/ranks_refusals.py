@@ -103,8 +103,11 @@ def strategies() -> list[str]:
         {"dp_replicate": 2},
         {"pp": 2, "virtual_stages": 2},
         {"pp": 2, "pp_engine": "interleaved_1f1b"},
+        {"pp": 2, "pp_engine": "zbv", "virtual_stages": 3},
+        {"pp_engine": "looped_bfs", "virtual_stages": 2},
         {"pp": 4, "batch_accumulation_per_replica": 2},
         {"pp": 2, "pp_engine": "interleaved_1f1b", "virtual_stages": 2, "batch_accumulation_per_replica": 5},
+        {"pp": 2, "pp_engine": "dualpipe_v", "virtual_stages": 2, "batch_accumulation_per_replica": 3},
     ]
     return [message(lambda given=given: ThreeDStrategy(**given)) for given in options]
 

@@ -49,16 +49,21 @@ def test_sizes(devices: int, strategy: dict, message: str) -> None:
 def test_strategies_that_cannot_be(pool: RankPool) -> None:
     (messages,) = pool.run(strategies, 1)
     modes = "choose from ['ddp', 'zero2', 'fsdp', 'hsdp']; hsdp needs dp_replicate >= 2, the others 1"
-    interleaved = "interleaved_1f1b needs pp >= 2 and virtual_stages >= 2, the other schedules need virtual_stages=1"
+    engines = "['afab', '1f1b', 'interleaved_1f1b', 'looped_bfs', 'zero_bubble', 'zbv', 'dualpipe_v']"
     assert messages == [
-        "ConfigError: pp_engine='zigzag' is unknown: choose from ['afab', '1f1b', 'interleaved_1f1b']",
+        f"ConfigError: pp_engine='zigzag' is unknown: choose from {engines}, or name a .csv file",
         f"ConfigError: data_parallel='zero3' with dp_replicate=1: {modes}",
         f"ConfigError: data_parallel='hsdp' with dp_replicate=1: {modes}",
         f"ConfigError: data_parallel='ddp' with dp_replicate=2: {modes}",
-        f"ConfigError: virtual_stages=2 with pp_engine=1f1b and pp=2: {interleaved}",
-        f"ConfigError: virtual_stages=1 with pp_engine=interleaved_1f1b and pp=2: {interleaved}",
+        "ConfigError: virtual_stages=2 with pp_engine=1f1b and pp=2: 1f1b needs 1; "
+        "2 suits interleaved_1f1b, looped_bfs, zero_bubble, zbv, dualpipe_v",
+        "ConfigError: virtual_stages=1 with pp_engine=interleaved_1f1b and pp=2: interleaved_1f1b needs 2 or more; "
+        "1 suits afab, 1f1b, zero_bubble",
+        "ConfigError: virtual_stages=3 with pp_engine=zbv and pp=2: zbv needs 2; 3 suits interleaved_1f1b, looped_bfs, zero_bubble",
+        "ConfigError: virtual_stages=2 with pp=1: there is no pipeline; leave it out, or set pp to 2 or more",
         "ConfigError: batch_accumulation_per_replica=2 is too small for pp_engine=1f1b with pp=4: set it to 4 or more or choose afab",
         "ConfigError: batch_accumulation_per_replica=5 does not suit interleaved_1f1b with pp=2: use a multiple of 2",
+        "ConfigError: batch_accumulation_per_replica=3 is too small for pp_engine=dualpipe_v with pp=2: set it to 4 or more or choose afab",
     ]
 
 

@@ -59,9 +59,7 @@ def test_unknown_backend() -> None:
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(
-        ConfigError, match=r"^compile=True: on CPUs it needs a C\+\+ compiler, and no-such-compiler is not there"
-    ):
+    with pytest.raises(ConfigError, match=r"^compile=True: on CPUs it needs a C\+\+ compiler, and no-such-compiler is not there"):
         trainer(1, compile=True).fit(llama(), datamodule=Lengths(16))
 
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.parallel.microbatch import check_equal, signature, split_batch, tensor_leaves
-from lightning_3d.parallel.pipeline import check_engine, split_layers
+from lightning_3d.parallel.pipeline import split_layers
+from lightning_3d.parallel.schedules import check_engine
 
 COSTS = st.floats(0, 5)
 

@@ -11,7 +11,7 @@ from lightning_3d.testing import RankPool
 
 LAYOUTS = [
     ({"tp": 2}, {}),
-    ({"pp": 2}, {"virtual_stages": 2}),
+    ({"pp": 2}, {"stage_coords": (0, 1, 0, 1)}),
     ({"dp": 2, "tp": 2}, {"data_parallel": "fsdp"}),
     ({"dp": 4}, {"data_parallel": "zero2"}),
     ({"tp": 4}, {"sequence_parallel": True}),
