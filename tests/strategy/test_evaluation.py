@@ -11,7 +11,9 @@ from ranks_fit import Case, fit
 from lightning_3d.testing import RankPool
 
 INTERLEAVED = {"pp_engine": "interleaved_1f1b", "virtual_stages": 2}
+V_SHAPED = {"pp_engine": "zbv", "virtual_stages": 2}  # two stages that follow each other on one rank, the last one on rank 0
 LAYOUTS = [((1, 1, 1), {}), ((1, 1, 2), {}), ((2, 1, 2), {"batch_accumulation_per_replica": 4}), ((1, 2, 2), {}), ((1, 1, 2), INTERLEAVED)]
+LAYOUTS.append(((1, 1, 2), V_SHAPED))
 # 22 sequences are batches of 8, 8 and 6; on each of two replicas 4, 4 and 3, which four microbatches do not divide
 DATA = {"shorter": {"val": 22, "val_length": 4}, "longer": {"val": 22, "val_length": 9}, "equal": {"val": 22}}
 
@@ -30,7 +32,7 @@ def test_validation_loss(length: str, layout: tuple[int, int, int], strategy: di
         assert seen["metrics"] == pytest.approx(plain[length]["metrics"], rel=0, abs=1e-12)
 
 
-@pytest.mark.parametrize(("layout", "strategy"), [LAYOUTS[2], LAYOUTS[4], ((2, 1, 2), {"data_parallel": "fsdp"})], ids=str)
+@pytest.mark.parametrize(("layout", "strategy"), [LAYOUTS[2], LAYOUTS[4], ((2, 1, 2), V_SHAPED | {"data_parallel": "fsdp"})], ids=str)
 def test_validation_between_two_halves_of_an_accumulation(layout: tuple[int, int, int], strategy: dict, pool: RankPool) -> None:
     without = Case(None, trainer={"accumulate_grad_batches": 2})
     case = replace(without, layout=layout, strategy=strategy, data={"val": 22}, trainer={"val_check_interval": 1, **without.trainer})
@@ -49,7 +51,7 @@ def test_training_after_validation_in_inference_mode(layout: tuple[int, int, int
         assert seen["metrics"]["val_loss"] == pytest.approx(plain["metrics"]["val_loss"], rel=0, abs=1e-12)
 
 
-@pytest.mark.parametrize(("layout", "strategy"), [LAYOUTS[1], LAYOUTS[3], LAYOUTS[4], ((1, 2, 1), {"sequence_parallel": True})], ids=str)
+@pytest.mark.parametrize(("layout", "strategy"), [*LAYOUTS[1:6:2], LAYOUTS[4], ((1, 2, 1), {"sequence_parallel": True})], ids=str)
 def test_test_and_predict(layout: tuple[int, int, int], strategy: dict, pool: RankPool) -> None:
     """The vocabulary of 13 is not divisible by tp."""
     case = Case(layout, Predicts, strategy=strategy, data={"val": 22})
