@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_3d.callbacks import Checkpoint as Checkpoint
+    from lightning_3d.callbacks import GarbageCollection as GarbageCollection
     from lightning_3d.callbacks import GradNorm as GradNorm
     from lightning_3d.callbacks import ProgressBar as ProgressBar
     from lightning_3d.callbacks import SkipBadSteps as SkipBadSteps
@@ -32,6 +33,7 @@ _HOME = {
     "SyntheticDataModule": "synthetic_datamodule",
     "TextDataModule": "text_datamodule",
     "Checkpoint": "callbacks",
+    "GarbageCollection": "callbacks",
     "GradNorm": "callbacks",
     "ProgressBar": "callbacks",
     "SkipBadSteps": "callbacks",

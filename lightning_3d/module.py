@@ -352,9 +352,12 @@ class LlamaModule(PipelineMixin, pl.LightningModule):
     @override
     def training_step(self, batch: Any, batch_idx: int) -> Float[Tensor, ""]:
         loss, metrics = self.pipeline_step(batch)
+        bar = self.trainer.progress_bar_callback
+        # Lightning reads what is logged for the bar after every step; our ProgressBar reads it when it is shown.
+        for_bar = bar is not None and not getattr(bar, "reads_when_due", False)
         for name in ("lm_loss", "z_loss"):
             if name in metrics:
-                self.log(name, metrics[name], prog_bar=name == "lm_loss")
+                self.log(name, metrics[name], prog_bar=for_bar and name == "lm_loss")
         return loss
 
     @override

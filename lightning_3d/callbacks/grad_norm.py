@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_3d.callbacks.log_due import log_due
+from lightning_3d.callbacks.log_due import for_the_bar, log_due
 
 
 class GradNorm(Callback):
@@ -36,7 +36,7 @@ class GradNorm(Callback):
         if self._stepped and log_due(trainer):
             norm = getattr(trainer.strategy, "last_grad_norm", None) if self._norm is None else self._norm
             assert norm is not None, "clipping by norm computes it"
-            pl_module.log("grad_norm", norm, prog_bar=True)
+            pl_module.log("grad_norm", norm, prog_bar=for_the_bar(trainer))
         self._norm, self._stepped = None, False
 
 

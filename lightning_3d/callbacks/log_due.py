@@ -10,3 +10,9 @@ from lightning.pytorch import Trainer
 def log_due(trainer: Trainer) -> bool:
     """Whether Lightning will write to the loggers at the end of the current training step."""
     return bool(trainer._logger_connector.should_update_logs)
+
+
+def for_the_bar(trainer: Trainer) -> bool:
+    """Whether to log with ``prog_bar=True``, which has Lightning read a value after every step; our bar reads it when it shows it."""
+    bar = trainer.progress_bar_callback
+    return bar is not None and not getattr(bar, "reads_when_due", False)

@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
+ON_DEVICE = ("lm_loss", "grad_norm")  # logged without prog_bar=True, which has Lightning read them, and wait, after every step
 FIRST = ("lm_loss", "val_lm_loss", "grad_norm", "tokens_per_sec", "lr")
 
 
@@ -26,6 +27,7 @@ class ProgressBar(TQDMProgressBar):
         plain: one line per refresh instead of a bar; null means: when standard output is no terminal.
     """
 
+    reads_when_due = True  # what is in ON_DEVICE
     BAR_FORMAT = "{desc} {n_fmt}/{total_fmt} {bar:12} {elapsed}<{remaining}{postfix}"
 
     def __init__(self, refresh_rate: int | None = None, plain: bool | None = None) -> None:
@@ -86,7 +88,8 @@ class ProgressBar(TQDMProgressBar):
 
     @override
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        metrics = super().get_metrics(trainer, pl_module)
+        metrics = {name: value for name, value in trainer.callback_metrics.items() if name in ON_DEVICE}
+        metrics |= super().get_metrics(trainer, pl_module)  # type: ignore[arg-type]
         metrics.pop("v_num", None)
         names = [name for name in FIRST if name in metrics] + [name for name in metrics if name not in FIRST]
         return {name: readable(metrics[name]) for name in names}

@@ -4,6 +4,7 @@ A scheduler sends SIGTERM to every process of a job, and the ranks then stop tog
 at once, which is an error in its rank: no checkpoint then.
 """
 
+import gc
 import signal
 from collections.abc import Iterable, Iterator
 from types import FrameType
@@ -23,6 +24,7 @@ def outlive_sigterm(worker: int) -> None:
 
     signal.signal(signal.SIGTERM, wait)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the ranks' own affair
+    gc.enable()  # their GarbageCollection has it off, and a fork takes that over
 
 
 def short_errors(loader: Iterable[Any]) -> Iterator[Any]:
