@@ -5,22 +5,31 @@ at once, which is an error in its rank: no checkpoint then.
 """
 
 import gc
+import os
 import signal
+import time
 from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
 
 from lightning_3d.errors import ConfigError
 
-GRACE_S = 60
+GRACE_S = 600  # a save may take minutes, and the death of a worker would be an error in it
+TWICE_S = 3  # SLURM, when it pre-empts without a grace time, sends the same signal twice: to the step, and through srun
+KILL_S = 30  # and kills then
 
 
 def outlive_sigterm(worker: int) -> None:
-    """In a worker: when told to end, go on for a minute, or until told again as by the end of its rank."""
+    """In a worker: when told to end, go on for some minutes, or until told again as by the end of its rank."""
+    first_s = 0.0
 
     def wait(signum: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.alarm(GRACE_S)
+        nonlocal first_s
+        told_again, first_s = bool(first_s), first_s or time.monotonic()
+        if told_again and time.monotonic() - first_s > TWICE_S:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+        signal.alarm(KILL_S if told_again else GRACE_S)
 
     signal.signal(signal.SIGTERM, wait)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the ranks' own affair

@@ -114,9 +114,14 @@ class Slurm:
         wait_until(lambda: self.state(job)[0] == state, timeout_s, lambda: f"job {job} is {self.state(job)}\n{self.log()}")
 
     def close(self) -> None:
-        with suppress(OSError, subprocess.SubprocessError):
-            self("scancel", "--user", getpass.getuser())
-            wait_until(lambda: not self("squeue", "-h").strip(), 40, str)
+        try:
+            with suppress(OSError, subprocess.SubprocessError, AssertionError):
+                self("scancel", "--user", getpass.getuser())
+                wait_until(lambda: not self("squeue", "-h").strip(), 40, str)
+        finally:
+            self._end_daemons()
+
+    def _end_daemons(self) -> None:
         for daemon in reversed(self._daemons):
             daemon.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + 10

@@ -66,9 +66,9 @@ def test_dp_over_nodes_tp_inside(slurm: Slurm, submit: Callable[..., str], alone
 def test_stopped_and_pre_empted(slurm: Slurm, submit: Callable[..., str], tmp_path: Path) -> None:
     """By hand, with a grace time, and without one: each time the job is queued again, once, and goes on; the weights are the same bits."""
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
-    first = submit(recipe(straight, strategy={"tp": 2}))
+    first = submit(recipe(straight, strategy={"tp": 2}, checkpoint_interval=STEPS))
     slurm.wait(first, "COMPLETED", 200)
-    job = submit(recipe(stopped, strategy={"tp": 2}, pause_s=0.5), "--partition=at_once")
+    job = submit(recipe(stopped, strategy={"tp": 2}, pause_s=0.5, checkpoint_interval=STEPS), "--partition=at_once")
     wait_until(lambda: reached(stopped, 5), 150, lambda: output(tmp_path, job))
     slurm("bash", "-c", STOP.replace("$JOB", job))
     slurm.wait(job, "PENDING", 60)
@@ -90,7 +90,7 @@ def test_stopped_and_pre_empted(slurm: Slurm, submit: Callable[..., str], tmp_pa
 def test_cancelled(slurm: Slurm, submit: Callable[..., str], tmp_path: Path) -> None:
     """For good, with a checkpoint of the step that it stopped at."""
     folder = tmp_path / "run"
-    job = submit(recipe(folder, strategy={"tp": 2}, pause_s=0.5))
+    job = submit(recipe(folder, strategy={"tp": 2}, pause_s=0.5, checkpoint_interval=STEPS))
     wait_until(lambda: reached(folder, 5), 150, lambda: output(tmp_path, job))
     slurm("bash", "-c", CANCEL.replace("$JOB", job))
     wait_until(lambda: slurm.state(job)[0] == "CANCELLED" and not slurm("squeue", "-h").strip(), 60, lambda: str(slurm.state(job)))
