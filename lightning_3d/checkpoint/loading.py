@@ -2,12 +2,11 @@
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from io import BytesIO
+from typing import TypeVar, cast
 
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 
@@ -15,12 +14,13 @@ from lightning_3d.checkpoint.files import Reader
 from lightning_3d.checkpoint.folder import TRAINER_FILE, is_checkpoint, latest_checkpoint, set_damaged_aside
 from lightning_3d.checkpoint.manifest import Manifest
 from lightning_3d.checkpoint.plain import read_plain
-from lightning_3d.checkpoint.planner import LoadPlanner
 from lightning_3d.checkpoint.state import GROUPS, OwnState, State, gather_all, rank
 from lightning_3d.checkpoint.store import at
 from lightning_3d.errors import ConfigError, DamagedCheckpointError
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _MOMENT = re.compile(r"(optimizer\.\d+)\.state\..*\.(\w+)")
 
@@ -40,47 +40,55 @@ def restore(path: str, module: nn.Module, optimizers: Sequence[Optimizer] = (), 
         DamagedCheckpointError: a file is missing, cut off or altered.
         ConfigError: no checkpoint at ``path``, one of another model or optimizer, or one without optimizer state.
     """
-    reader, trainer_state = _open(path)
-    held = reader.read_metadata()
+    reader, trainer_state = _together(path, lambda: _open(path))
+    held = reader.metadata
     own = OwnState(module, optimizers)
     wanted = own.by_file_name()
     _agree(_difference(wanted, held, strict=strict), path, {name for name in wanted if name.startswith("model.")}, held, strict=strict)
     known = {name: value for name, value in wanted.items() if name in held.state_dict_metadata}
     try:
-        dcp.load(known, storage_reader=reader, planner=LoadPlanner())
-    except CheckpointException as error:  # on all ranks, with what each of them found
+        _together(path, lambda: reader.fill(known))
+    except ConfigError:
         for optimizer in optimizers:
-            optimizer.state.clear()  # partly filled; an older checkpoint may lack some of it
-        found = [_refusal(path, failure[0]) for failure in error.failures.values()]
-        raise next(filter(None, found), error) from None
+            optimizer.state.clear()  # filled in part; an older checkpoint may lack some of it
+        raise
     own.take(known, trainer_state[GROUPS])
     return path
 
 
 def _open(path: str) -> tuple[Reader, State]:
-    """All that is small in a checkpoint; raises on all ranks what any of them finds wrong."""
-    opened, found = None, None
+    """All that is small in a checkpoint."""
+    if not is_checkpoint(path):
+        raise ConfigError(f"ckpt_path={path} is not a whole sharded checkpoint (a folder with manifest.json): name another")
+    reader = Reader(at(path))
+    assert reader.metadata is not None  # read now
+    return reader, load_trainer_state(path)
+
+
+def _together(path: str, action: Callable[[], T]) -> T:
+    """What an action on this rank gives; raise on all ranks what went wrong on any.
+
+    Shapes: none.
+    Placement: each rank's failure -> all of them on all ranks.
+    Communication: all-gather of a message, world.
+    Source: this project.
+    """
+    result, failure = None, None
     try:
-        if not is_checkpoint(path):
-            raise ConfigError(f"ckpt_path={path} is not a whole sharded checkpoint (a folder with manifest.json): name another")
-        reader = Reader(at(path))
-        reader.read_metadata()
-        opened = reader, load_trainer_state(path)
-    except (ConfigError, OSError) as error:
-        found = _refusal(path, error)
-    if found := next(filter(None, gather_all(found)), None):
-        raise found
-    assert opened is not None
-    return opened
+        result = action()
+    except Exception as error:  # whatever it is, the others wait to hear of it
+        failure = error
+    if found := next(filter(None, gather_all(failure and _refusal(path, failure))), None):
+        raise found from failure
+    return cast(T, result)
 
 
-def _refusal(path: str, error: BaseException) -> ConfigError | None:
-    """What to tell the user, if it is not a fault of this package."""
+def _refusal(path: str, error: Exception) -> Exception:
     if isinstance(error, DamagedCheckpointError):
         return DamagedCheckpointError(f"ckpt_path={path} is damaged: {error}; name an older one, or `last`")
     if isinstance(error, OSError):
         return ConfigError(f"ckpt_path={path} cannot be read ({error}): name another")
-    return error if isinstance(error, ConfigError) else None
+    return error if isinstance(error, ConfigError) else RuntimeError(f"{path} was not loaded: {error!r}")
 
 
 def load_trainer_state(path: str) -> State:

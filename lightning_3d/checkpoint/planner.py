@@ -1,14 +1,13 @@
-"""What each rank writes and reads: torch's plans, with the places of the shards as placement.py works them out."""
+"""What each rank writes: torch's plan, with the places of the shards as placement.py works them out."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from torch import Size
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, LoadPlan, SavePlan
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
@@ -41,23 +40,6 @@ class SavePlanner(DefaultSavePlanner):
         plan = super().create_local_plan()
         items = [_placed(item, self.state_dict[item.index.fqn]) for item in plan.items]
         return replace(plan, items=[item for item in items if item is not None])
-
-
-class LoadPlanner(DefaultLoadPlanner):
-    """What overlaps with this rank's shards, at their true offsets."""
-
-    @override
-    def create_local_plan(self) -> LoadPlan:
-        plan = super().create_local_plan()
-        shards = {name: value for name, value in self.state_dict.items() if isinstance(value, DTensor)}
-        items = [item for item in plan.items if item.dest_index.fqn not in shards]
-        for name, shard in shards.items():
-            assert self.metadata is not None
-            saved = self.metadata.state_dict_metadata[name]
-            assert isinstance(saved, TensorStorageMetadata)
-            chunk = _chunk(shard)
-            items += create_read_items_for_chunk_list(name, saved, [chunk]) if chunk.sizes.numel() else []
-        return replace(plan, items=items)
 
 
 def _placed(item: WriteItem, value: Any) -> WriteItem | None:

@@ -3,7 +3,6 @@
 A tensor is put together from the shards that hold parts of it, whatever layout saved them: only what is asked for is in memory.
 """
 
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
@@ -11,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from jaxtyping import Shaped
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_3d.checkpoint.files import Reader
@@ -45,7 +42,7 @@ class CheckpointWeights:
         with _damage_named(self.folder):
             self.trainer_state = load_trainer_state(str(self.folder))
             self._reader = Reader(self.folder)
-            held = self._reader.read_metadata().state_dict_metadata
+            held = self._reader.metadata.state_dict_metadata
         self.config = self._llama()
         names = {name.removeprefix(_PREFIX): value for name, value in held.items() if name.startswith(_PREFIX)}
         self._held = {name: value for name, value in names.items() if isinstance(value, TensorStorageMetadata)}
@@ -83,9 +80,8 @@ class CheckpointWeights:
         Raises:
             DamagedCheckpointError: what was read is not what was written.
         """
-        with warnings.catch_warnings(), _damage_named(self.folder):
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load({_PREFIX + name: tensor for name, tensor in targets.items()}, storage_reader=self._reader, no_dist=True)
+        with _damage_named(self.folder):
+            self._reader.fill({_PREFIX + name: tensor for name, tensor in targets.items()})
 
     def _llama(self) -> LlamaConfig:
         shape = self.settings.get("llama")
@@ -111,11 +107,8 @@ def _damage_named(folder: Place) -> Iterator[None]:
     """Say of which checkpoint a damaged file is."""
     try:
         yield
-    except (DamagedCheckpointError, CheckpointException) as error:
-        found = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-        if not isinstance(found, DamagedCheckpointError):
-            raise
-        raise DamagedCheckpointError(f"{folder} is damaged: {found}; name an older one") from None
+    except DamagedCheckpointError as error:
+        raise DamagedCheckpointError(f"{folder} is damaged: {error}; name an older one") from None
 
 
 def _find(path: Place) -> Place:
