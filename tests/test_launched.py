@@ -1,8 +1,10 @@
 """What the environment says of the processes that others started."""
 
 import pytest
+from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.pytorch import Trainer
 
-from lightning_3d import launched
+from lightning_3d import ThreeDStrategy, launched
 from lightning_3d.errors import ConfigError
 
 NAMES = ("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "SLURM_PROCID")
@@ -55,3 +57,18 @@ def test_what_slurm_says_does_not_fit(environment, changes: dict[str, str | None
     environment(TASKS | changes)
     with pytest.raises(ConfigError, match=message):
         launched.processes()
+
+
+def test_a_trainer_under_slurm(environment) -> None:
+    """Refused where it is told of other processes; else it leaves it to the job's script to queue the job again."""
+    environment(TASKS | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_JOB_ID": "1"})
+    message = (
+        r"trainer.devices=2 x num_nodes=4, but 4 processes were started on each of 2 nodes: set trainer.devices=4 and trainer.num_nodes=2"
+    )
+    with pytest.raises(ConfigError, match=message):
+        Trainer(accelerator="cpu", devices=2, num_nodes=4, strategy=ThreeDStrategy(), logger=False)
+    trainer = Trainer(accelerator="cpu", devices=4, num_nodes=2, strategy=ThreeDStrategy(tp=4), logger=False)
+    assert isinstance(trainer.strategy, ThreeDStrategy)
+    assert isinstance(trainer.strategy.cluster_environment, SLURMEnvironment)
+    assert not trainer.strategy.cluster_environment.auto_requeue
+    assert trainer.strategy.dims.dp == 2
