@@ -32,10 +32,17 @@ class Function(NamedTuple):
     positional: tuple[str, ...] = ()
 
 
+RECIPES = {  # modules with run(argv)
+    "plan": Function("lightning_3d.commands.plan", "show what a recipe will hold, send and compute; starts nothing"),
+}
+
 FUNCTIONS = {
     "prepare": Function("lightning_3d.data.prepare.prepare", "tokenise text into a Nanoset", ("inputs+",)),
     "inspect": Function("lightning_3d.data.inspect.inspect", "show what is in a Nanoset", ("data+",)),
     "export": Function("lightning_3d.checkpoint.export.export", "write a checkpoint as a Hugging Face folder", ("checkpoint", "output")),
+    "import-config": Function(
+        "lightning_3d.commands.importing.command.import_config", "make a recipe of a Nanotron YAML or a TorchTitan TOML", ("file",)
+    ),
     "generate": Function("lightning_3d.generate.generate", "let a model go on with a text", ("model",)),
 }
 
@@ -47,6 +54,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if command in FUNCTIONS:
             _run_function(command, FUNCTIONS[command], argv[1:])
+        elif command in RECIPES:
+            import_module(RECIPES[command].path).run(argv)
         else:
             import_module("lightning_3d.cli").run(argv)
     except ConfigError as error:
@@ -65,7 +74,7 @@ def _show(error: ConfigError) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("lightning_3d", description="Pretrain language models over data, tensor and pipeline parallelism.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands (each has its own --help)")
-    for name, text in [*TRAINER.items(), *((name, function.help) for name, function in FUNCTIONS.items())]:
+    for name, text in [*TRAINER.items(), *((name, function.help) for name, function in (RECIPES | FUNCTIONS).items())]:
         commands.add_parser(name, help=text, add_help=False)
     return parser
 

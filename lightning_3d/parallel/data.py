@@ -96,7 +96,7 @@ def add_up(tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str,
     Source: Li et al. 2020 (PyTorch Distributed), section 3.2.3.
     """
     sums: dict[str, Tensor] = {}
-    for bucket in _buckets(tensors):
+    for bucket in buckets(tensors):
         flat = torch.cat([tensors[name].reshape(-1) for name in bucket])
         dist.all_reduce(flat, group=group)
         parts = flat.split([tensors[name].numel() for name in bucket])
@@ -104,7 +104,8 @@ def add_up(tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str,
     return sums
 
 
-def _buckets(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
+def buckets(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    """The names in groups of one dtype, which hold 64 MiB or just above, the last ones less."""
     by_dtype: dict[torch.dtype, list[str]] = {}
     for name, tensor in tensors.items():
         bucket = by_dtype.setdefault(tensor.dtype, [])

@@ -134,6 +134,18 @@ class TensorParallel:
     def _same(x: Tensor) -> Tensor:
         return x.view_as(x)
 
+    def distribute(self, parameter: nn.Parameter, dim: int | None) -> nn.Parameter:
+        """This rank's part of a parameter on the meta device, cut on ``dim`` (None: whole), as a DTensor."""
+        assert parameter.is_meta
+        shape = list(parameter.shape)
+        if dim is not None:
+            start, end = local_range(shape[dim], self.size, self.index)
+            shape[dim] = end - start
+        placement = Replicate() if dim is None else Shard(dim)
+        local = torch.empty(shape, dtype=parameter.dtype, device="meta")
+        whole = DTensor.from_local(local, self.mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride())
+        return nn.Parameter(whole, requires_grad=parameter.requires_grad)
+
     def enter(self, x: Float[Tensor, "B s D"]) -> Float[Tensor, "B S D"]:
         """(B, S, D) or (B, S/tp, D) -> (B, S, D), for every rank to work on its own columns."""
         pair = (self._gather, self._scatter) if self.sequence_parallel else (self._same, self._sum)
@@ -166,7 +178,7 @@ def parallelise_module(module: nn.Module, tp: TensorParallel, region: Region, sh
         if parameter is None:
             continue
         dim = shard_dim if parameter.dim() > 1 or shard_dim == 0 else None
-        module._parameters[name] = _distribute(parameter, tp, dim)
+        module._parameters[name] = tp.distribute(parameter, dim)
         if dim is None and (region in ("inside", "leave") or tp.sequence_parallel):
             partial.append(name)
     embeds = isinstance(module, nn.Embedding) and shard_dim == 0
@@ -187,18 +199,6 @@ def _check_cut(module: nn.Module, region: Region, shard_dim: int | None) -> None
             value = getattr(module, key)
             if value is not None and value is not False:  # padding_idx may be 0
                 raise ConfigError(f"{key}={value} of an embedding that is cut over tp is not supported: leave it out")
-
-
-def _distribute(parameter: nn.Parameter, tp: TensorParallel, dim: int | None) -> nn.Parameter:
-    assert parameter.is_meta
-    shape = list(parameter.shape)
-    if dim is not None:
-        start, end = local_range(shape[dim], tp.size, tp.index)
-        shape[dim] = end - start
-    placement = Replicate() if dim is None else Shard(dim)
-    local = torch.empty(shape, dtype=parameter.dtype, device="meta")
-    whole = DTensor.from_local(local, tp.mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride())
-    return nn.Parameter(whole, requires_grad=parameter.requires_grad)
 
 
 def _subclass(cls: type[nn.Module], tp: TensorParallel, region: Region, names: list[str], *, embeds: bool) -> type[nn.Module]:

@@ -1,0 +1,76 @@
+"""Plans against runs: parameters and collectives exactly, memory within a tenth (most within 1 %), the bubble as its formula says."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from ranks_planned import Case, observed
+
+from lightning_3d.mesh import ParallelDims
+from lightning_3d.planning.estimate import Estimate, estimate
+from lightning_3d.planning.gpus import GPUS
+from lightning_3d.planning.parameters import parts
+
+CASES = {
+    "dp=2": Case(ParallelDims(dp=2)),
+    "dp=2, one microbatch": Case(ParallelDims(dp=2), {"data_parallel": "fsdp"}, microbatches=1),
+    "tp=2": Case(ParallelDims(tp=2)),
+    "pp=2, bf16": Case(ParallelDims(pp=2), precision="bf16-mixed", mask_documents=True),
+    "pp=2, interleaved": Case(ParallelDims(pp=2), {"pp_engine": "interleaved_1f1b", "virtual_stages": 2}),
+    "cp=2, ring": Case(ParallelDims(cp=2)),
+    "dp=4, hsdp": Case(ParallelDims(dp=4, replicate=2), {"data_parallel": "hsdp"}),
+    "dp=2 x tp=2, zero2": Case(
+        ParallelDims(dp=2, tp=2),
+        {"data_parallel": "zero2", "recompute": "selective"},
+        module={"loss_chunks": 4, "z_loss_coefficient": 1e-4},
+    ),
+    "dp=2 x tp=2, fsdp": Case(ParallelDims(dp=2, tp=2), {"data_parallel": "fsdp", "recompute": "full", "sequence_parallel": True}),
+    "dp=2 x pp=4, fsdp": Case(ParallelDims(dp=2, pp=4), {"data_parallel": "fsdp", "pp_engine": "afab"}),
+    "dp=2 x tp=2 x pp=2": Case(
+        ParallelDims(dp=2, tp=2, pp=2), {"sequence_parallel": True}, {"tie_word_embeddings": True, "attention_bias": True}
+    ),
+}
+
+
+def planned(case: Case) -> Estimate:
+    metrics = 2 if case.module.get("z_loss_coefficient") else 1
+    return estimate(case.build(), replace(case.setting, num_metrics=metrics), GPUS["h100-80gb"])
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_a_run_is_as_planned(pool, case: Case) -> None:
+    plan, setting, module = planned(case), case.setting, case.build()
+    for rank, seen in enumerate(pool.run(observed, case.dims.world_size, (case,))):
+        coord = case.dims.coord(rank)
+        stage = plan.stages[coord.pp]
+        own = [part for index in stage.parts for part in parts(module, setting, index, tp=coord.tp, dp=coord.dp)]
+        assert seen["counts"] == (plan.numel, sum(part.local_numel for part in own))
+        assert by_kind(seen["collectives"]) == sent(stage.traffic)
+        assert seen["peak"] == pytest.approx(stage.peak.total, rel=0.1)
+
+
+def by_kind(collectives: dict[tuple[str, int], int]) -> dict[str, tuple[int, int]]:
+    """Kind -> (how many, bytes of all)."""
+    counts: Counter[str] = Counter()
+    nbytes: Counter[str] = Counter()
+    for (kind, size), count in collectives.items():
+        counts[kind] += count
+        nbytes[kind] += count * size
+    return {kind: (counts[kind], nbytes[kind]) for kind in counts}
+
+
+def sent(traffic) -> dict[str, tuple[int, int]]:
+    counts: Counter[str] = Counter()
+    nbytes: Counter[str] = Counter()
+    for one in traffic:
+        counts[one.kind] += one.count
+        nbytes[one.kind] += one.nbytes
+    return {kind: (counts[kind], nbytes[kind]) for kind in counts}
+
+
+@pytest.mark.parametrize(("engine", "virtual", "pp", "microbatches"), [("1f1b", 1, 4, 8), ("afab", 1, 2, 6), ("interleaved_1f1b", 2, 2, 4)])
+def test_the_bubble_is_the_schedules(engine: str, virtual: int, pp: int, microbatches: int) -> None:
+    case = Case(ParallelDims(pp=pp), {"pp_engine": engine, "virtual_stages": virtual}, microbatches=microbatches)
+    waits = (pp - 1) / virtual
+    assert planned(case).bubble == pytest.approx(waits / (microbatches + waits))
