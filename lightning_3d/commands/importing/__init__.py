@@ -1,0 +1,1 @@
+"""Recipes from other tools' files: Nanotron's YAML, TorchTitan's TOML."""
