@@ -1,4 +1,4 @@
-"""Pretrain language models in PyTorch Lightning over data, tensor and pipeline parallelism.
+"""Pretrain language models in PyTorch Lightning over data, tensor, pipeline and context parallelism.
 
 Names are looked up when first used, so that `import lightning_3d` and `python -m lightning_3d --help` take milliseconds: torch and
 Lightning together take seconds.

@@ -109,7 +109,7 @@ def plan_table(module: Any, datamodule: Any, strategy: Strategy) -> str:
     for index in range(strategy.num_stages):
         with torch.device("meta"):
             stage = module.build_stage(index, strategy.num_stages)
-        table = render(stage, plan, tp=strategy.dims.tp, data_parallel=strategy.data_parallel, dp=strategy.dims.dp)
+        table = render(stage, plan, tp=strategy.dims.tp, data_parallel=strategy.data_parallel, dp=strategy.dims.dp_cp)
         tables.append(f"stage {index} of {strategy.num_stages}, {full_numel(stage):,} parameters\n{table}")
     return "\n\n".join(tables)
 

@@ -33,6 +33,8 @@ LOOK_AT_TOKENS = 1 << 20  # of each set, before training begins
 class NanosetDataModule(ReplicaDataModule):
     """Batches {"input_ids", "labels"} of shape (micro_batch_size * batch_accumulation_per_replica, sequence_length).
 
+    With cp > 1 and without mask_documents a rank reads only its part of the sequences that it trains on, and says which in "sequence_ids".
+
     Args:
         dataset_folder: Nanoset to train on, written by `prepare` or by datatrove; or a list of several.
         sequence_length: tokens a sample.
@@ -172,7 +174,7 @@ class NanosetDataModule(ReplicaDataModule):
         self._check_accumulation()
         self._check_pass()
         self.stages.check_epochs(begins, self._last_position())
-        return self._batches(self.stages.streams(begins)), self._train_keys(begins)
+        return self._batches(self.stages.streams(begins), self.part), self._train_keys(begins)
 
     def _runs_by_steps(self) -> bool:
         return self.trainer is not None and self.trainer.max_steps > 0 and self.trainer.max_epochs in (None, -1)
@@ -251,10 +253,17 @@ class NanosetDataModule(ReplicaDataModule):
     test_dataloader = val_dataloader
     predict_dataloader = val_dataloader
 
-    def _batches(self, streams: list[Stream] | list[InOrder]) -> Batches:
+    def _batches(self, streams: list[Stream] | list[InOrder], part: tuple[int, int] = (0, 1)) -> Batches:
         rank, replicas = self.replicas
-        documents, vocab_size = self.documents, self._model_vocab_size
-        return Batches(streams, rows=self.rows, rank=rank, replicas=replicas, vocab_size=vocab_size, documents=documents)
+        return Batches(
+            streams,
+            rows=self.rows,
+            rank=rank,
+            replicas=replicas,
+            vocab_size=self._model_vocab_size,
+            documents=self.documents,
+            part=part,
+        )
 
     def _train_keys(self, begins: list[int]) -> Iterator[Key]:
         """(Stage, position in its stream) of each batch from here on."""

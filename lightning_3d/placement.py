@@ -9,6 +9,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.errors import ConfigError
 
+SEQUENCE_IDS = "sequence_ids"  # key of a batch that holds one rank's part of each sequence alone: the places of its tokens
+
 Chunk = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
 

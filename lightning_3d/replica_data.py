@@ -64,6 +64,11 @@ class ReplicaDataModule(LightningDataModule):
         return (kwargs["rank"], kwargs["num_replicas"]) if kwargs else (0, 1)
 
     @property
+    def part(self) -> tuple[int, int]:
+        """(Coord on the cp axis, size of the cp axis): which part of each sequence this rank trains on."""
+        return getattr(self.trainer.strategy, "sequence_part", (0, 1)) if self.trainer is not None else (0, 1)
+
+    @property
     def batches_done(self) -> int:
         """Batches that the trainer has trained on since the run began: Lightning restores this count with the checkpoint."""
         if self.trainer is None:

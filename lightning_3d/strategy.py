@@ -209,6 +209,11 @@ class ThreeDStrategy(ShardedCheckpoints):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.dims.dp, "rank": self.mesh.coord.dp}
 
+    @property
+    def sequence_part(self) -> tuple[int, int]:
+        """Which part of how many of each sequence this rank trains on; for data modules that read no more than that."""
+        return self.mesh.coord.cp, self.dims.cp
+
     @override
     def process_dataloader(self, dataloader: object) -> object:
         # Lightning seeds workers by rank, which gives ranks of one replica different random transforms; it leaves alone what is set.
@@ -256,7 +261,7 @@ class ThreeDStrategy(ShardedCheckpoints):
             _optimizers_to_device(self.optimizers, self.root_device)
 
     def _metrics_over_dp(self) -> None:
-        """Torchmetrics would add up over the world, i.e. count each sample tp x pp times."""
+        """Torchmetrics would add up over the world, i.e. count each sample tp x pp x cp times."""
         from torchmetrics import Metric
 
         for metric in self._module.modules():
@@ -345,8 +350,10 @@ class ThreeDStrategy(ShardedCheckpoints):
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Without a group: over dp, since ranks of one replica hold the same numbers."""
-        return super().reduce(tensor, self.mesh.dp_group if group is None else group, reduce_op)
+        """Without a group: over dp, since ranks of one replica hold the same numbers; means over cp too, where that may not be so."""
+        if group is None:
+            group = self.mesh.dp_cp_group if reduce_op in ("mean", "avg") else self.mesh.dp_group
+        return super().reduce(tensor, group, reduce_op)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

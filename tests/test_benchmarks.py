@@ -44,6 +44,14 @@ def test_layouts(tmp_path: Path) -> None:
     assert row["peak_mib"] > 0
 
 
+@pytest.mark.timeout(260)
+def test_context(tmp_path: Path) -> None:
+    arguments = ("--sequences", "16", "--layouts", "cp=1", "cp=2 cp_method=ring")
+    rows = run("context.py", tmp_path / "context.json", *SIZES, *arguments)["16"]
+    assert rows.keys() == {"cp=1", "cp=2 cp_method=ring"}
+    assert all(row["tokens_per_s"] > 0 and row["peak_mib"] > 0 for row in rows.values())
+
+
 def test_the_ratio_counts_all_ranks_and_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     from figures import Cost

@@ -86,7 +86,8 @@ def layout(trainer: Trainer) -> str:
     dims = getattr(strategy, "dims", None)
     if dims is None:
         return f"{type(strategy).__name__} on {devices}"
-    modes = ", ".join(str(getattr(strategy, name)) for name in ("data_parallel", "pp_engine") if hasattr(strategy, name))
+    names = ("data_parallel", "pp_engine", *["cp_method"] * (dims.cp > 1))
+    modes = ", ".join(str(getattr(strategy, name)) for name in names if hasattr(strategy, name))
     return f"{dims.describe()} on {devices}, {modes}"
 
 

@@ -26,6 +26,7 @@ from lightning_3d.callbacks.log_due import log_due
 from lightning_3d.callbacks.parameters import parameter_counts
 from lightning_3d.callbacks.peak import peak_flops_per_s
 from lightning_3d.model.config import LlamaConfig
+from lightning_3d.placement import SEQUENCE_IDS
 
 
 class Throughput(Callback):
@@ -83,7 +84,7 @@ class Throughput(Callback):
         if first := self._start_s is None:
             self._restart(trainer)
         if log_due(trainer):
-            speeds = {} if first else self._speeds(trainer, pl_module, sequence_length(batch))
+            speeds = {} if first else self._speeds(trainer, pl_module, sequence_length(trainer, batch))
             self._log(pl_module, speeds | self._counts() | consumed_of_sets(trainer))
             self._restart(trainer)
         self._step_tokens, self._lr = 0, None
@@ -166,10 +167,11 @@ def consumed_of_sets(trainer: Trainer) -> dict[str, float]:
     return {f"data/consumed_tokens/{name}": float(count) for name, count in tokens.items()}
 
 
-def sequence_length(batch: Any) -> int:
-    """S: the size of the last dim of the batch's token ids."""
+def sequence_length(trainer: Trainer, batch: Any) -> int:
+    """S: the size of the last dim of the batch's token ids, times cp where the batch holds this rank's part of the sequences."""
     tokens = _tokens(batch)
-    return tokens.shape[-1] if tokens.ndim else 1
+    parts = trainer.strategy.dims.cp if isinstance(batch, Mapping) and SEQUENCE_IDS in batch else 1  # type: ignore[attr-defined]
+    return tokens.shape[-1] * parts if tokens.ndim else 1
 
 
 def _tokens(batch: Any) -> Tensor:

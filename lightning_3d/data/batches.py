@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_3d.data.documents import positions_from_eos
-from lightning_3d.data.nanoset import IGNORE
-from lightning_3d.data.stream import InOrder, Stream
+from lightning_3d.data.nanoset import IGNORE, Nanoset
+from lightning_3d.data.stream import InOrder, Samples, Stream
 from lightning_3d.data.workers import outlive_sigterm, short_errors
 from lightning_3d.errors import ConfigError
+from lightning_3d.placement import SEQUENCE_IDS, head_tail
 
 Batch = dict[str, Int64[Tensor, "n S"]]
 Key = tuple[int, int]  # (number of the stream, position in it)
@@ -34,6 +35,8 @@ class Batches(Dataset[Batch]):
         replicas: how many coords there are.
         vocab_size: of the model, to refuse ids beyond it; None leaves that out.
         documents: where documents end, for attention within them: by the "index", or behind each token of this id; None masks nothing.
+        part: (index, number) of the part of each sequence to read, as context parallelism cuts them; with documents all is read,
+            since where a token's document begins may be in another part.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Batches(Dataset[Batch]):
         replicas: int,
         vocab_size: int | None = None,
         documents: str | int | None = None,
+        part: tuple[int, int] = (0, 1),
     ) -> None:
         self.streams = list(streams)
         self.rows = rows
@@ -52,6 +56,7 @@ class Batches(Dataset[Batch]):
         self.replicas = replicas
         self.vocab_size = vocab_size
         self.documents = documents
+        self.part = part
         self._block: tuple[Key, tuple[np.ndarray, np.ndarray]] | None = None
 
     @property
@@ -62,6 +67,8 @@ class Batches(Dataset[Batch]):
     def __getitem__(self, key: Key) -> Batch:
         sets, ids = self.place(key)
         stream = self.streams[key[0]]
+        if self.part[1] > 1 and self.documents is None:
+            return self._part(stream, sets, ids)
         windows = np.empty((self.rows, stream.sets[0].sequence_length + 1), np.int64)
         positions = np.empty_like(windows) if self.documents == "index" else None
         for number, members in enumerate(stream.sets):
@@ -74,6 +81,21 @@ class Batches(Dataset[Batch]):
         if isinstance(self.documents, int):
             positions = positions_from_eos(windows, self.documents)
         return as_batch(windows, positions)
+
+    def _part(self, stream: Stream | InOrder, sets: np.ndarray, ids: np.ndarray) -> Batch:
+        """One rank's part of each sequence: two chunks, each with the token behind it, its last label."""
+        length = stream.sets[0].sequence_length
+        index, number = self.part
+        chunks = head_tail(length, number, index)
+        windows = np.empty((self.rows, 2, length // number // 2 + 1), np.int64)
+        for member, members in enumerate(stream.sets):
+            mine = np.flatnonzero(sets == member)
+            if len(mine):
+                parts = [_span(members, ids[mine], start, end + 1) for start, end in chunks]
+                windows[mine] = self._checked(members, np.concatenate(parts, 1)).reshape(len(mine), 2, -1)
+        batch = as_batch(windows.reshape(2 * self.rows, -1), None)
+        places = torch.cat([torch.arange(*chunk) for chunk in chunks]).expand(self.rows, -1)
+        return {name: tensor.reshape(self.rows, -1) for name, tensor in batch.items()} | {SEQUENCE_IDS: places.contiguous()}
 
     def place(self, key: Key) -> tuple[np.ndarray, np.ndarray]:
         """The set and the sample's id of each of this coord's rows, from a block of batches that is worked out once."""
@@ -95,6 +117,11 @@ class Batches(Dataset[Batch]):
                 f"{getattr(members, 'folder', members)} holds token id {largest}, but the model's vocab_size is {self.vocab_size}"
             )
         return windows
+
+
+def _span(members: Samples, ids: np.ndarray, start: int, stop: int) -> np.ndarray:
+    """Tokens `start` to `stop` of windows, without reading the others where the set can."""
+    return members.spans(ids, start, stop) if isinstance(members, Nanoset) else members.windows(ids)[:, start:stop]
 
 
 def as_batch(windows: Int64[np.ndarray, "n window"], positions: Int64[np.ndarray, "n window"] | None) -> Batch:

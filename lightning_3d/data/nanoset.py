@@ -89,13 +89,17 @@ class Nanoset:
 
     def windows(self, ids: Int64[np.ndarray, "n"]) -> Int64[np.ndarray, "n window"]:
         """Return the windows of these samples; past the end of the data, so for ids >= len too, tokens are IGNORE."""
-        begins, window, tokens = ids * self.sequence_length, self.sequence_length + 1, self._tokens
+        return self.spans(ids, 0, self.sequence_length + 1)
+
+    def spans(self, ids: Int64[np.ndarray, "n"], start: int, stop: int) -> Int64[np.ndarray, "n span"]:
+        """Return tokens `start` to `stop` of these windows, and read no others."""
+        begins, window, tokens = ids * self.sequence_length + start, stop - start, self._tokens
         numbers = self._ends_of_files.searchsorted(begins, "right")
         offsets = begins - self._begins[numbers]
         parts = [tokens[number][begin : begin + window] for number, begin in zip(numbers.tolist(), offsets.tolist(), strict=True)]
         out = np.concatenate(parts)
         if cut := out.size < len(ids) * window:  # the end of a file cuts windows short, and that of all files
-            pieces = self._pieces(ids)
+            pieces = self._pieces(begins, window)
             spans = zip(pieces.numbers.tolist(), *pieces.spans.tolist(), strict=True)
             out = np.concatenate([tokens[number][begin:end] for number, begin, end in spans])
         out = out.astype(np.int64).reshape(-1, window)
@@ -124,17 +128,17 @@ class Nanoset:
         return self._starts
 
     def _search_starts(self, ids: Int64[np.ndarray, "n"]) -> Starts:
-        pieces = self._pieces(ids)
+        pieces = self._pieces(ids * self.sequence_length, self.sequence_length + 1)
         starts, counts = search_starts(self._indexes, lambda number: f"{self.shards[number].path}.index", pieces.numbers, pieces.spans)
         return starts + pieces.origins.repeat(counts), np.bincount(pieces.rows, counts, len(ids)).astype(np.int64)
 
-    def _pieces(self, ids: Int64[np.ndarray, "n"]) -> _Pieces:
+    def _pieces(self, begins: Int64[np.ndarray, "n"], window: int) -> _Pieces:
         """Cut windows where files end; past the end of the data the first file follows the last."""
-        begins = np.minimum(ids * self.sequence_length, self.num_tokens)
-        ends = begins + (self.sequence_length + 1)
+        begins = np.minimum(begins, self.num_tokens)
+        ends = begins + window
         numbers = self._begins.searchsorted(begins, "right") - 1
         counts = self._begins.searchsorted(ends) - numbers
-        rows = np.arange(len(ids)).repeat(counts)
+        rows = np.arange(len(begins)).repeat(counts)
         numbers = np.arange(len(rows)) + (numbers + counts - counts.cumsum())[rows]
         origins = self._begins[numbers]
         spans = np.stack([np.maximum(begins[rows], origins), np.minimum(ends[rows], self._begins[numbers + 1])]) - origins

@@ -50,11 +50,11 @@ def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask) -> 
 def _cuda_backward(
     grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Not measured on a GPU; without dropout the random state is not read."""
-    none = torch.empty(0, dtype=torch.int64, device=q.device)
+    """Not measured on a GPU; rows are all of one length, and without dropout the random state is not read."""
+    unread = torch.empty(2, dtype=torch.int64, device=q.device)
     contiguous = (x.contiguous() for x in (grad, q, k, v, out, lse))
     lengths = (q.shape[2], k.shape[2])
-    return _ATEN._scaled_dot_product_flash_attention_backward(*contiguous, none, none, *lengths, 0.0, causal, none, none)
+    return _ATEN._scaled_dot_product_flash_attention_backward(*contiguous, None, None, *lengths, 0.0, causal, unread, unread)
 
 
 def _plain_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask) -> tuple[Tensor, Tensor]:

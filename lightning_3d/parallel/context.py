@@ -11,6 +11,7 @@ A rank holds two chunks, one counted from the front and one from the back (place
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -28,8 +29,6 @@ from lightning_3d.placement import head_tail
 
 ContextMethod = Literal["ring", "allgather", "ulysses"]
 CONTEXT_METHODS: tuple[str, ...] = get_args(ContextMethod)
-
-SEQUENCE_IDS = "sequence_ids"  # key of a batch that holds this rank's tokens alone: their places in the sequence
 
 Attend = Callable[..., Tensor]
 
@@ -58,6 +57,7 @@ class ContextParallel:
         self.group, self.method = group, method
         self.size, self.index = group.size(), group.rank()
         self.passing = Pass(group)
+        self._places: dict[tuple[torch.device, int], list[Tensor]] = {}  # of each rank's tokens, by the number of tokens held
 
     # ---- which tokens ----------------------------------------------------------------------------------------------------
 
@@ -101,17 +101,17 @@ class ContextParallel:
 
     def attention(self, attend: Attend) -> Attend:
         """Attention of the tokens held to all of the sequence; ``attend`` is the model's own, which ulysses uses."""
-        if self.method == "ulysses":
-            return lambda q, k, v, documents=None: _ulysses(q, k, v, documents, attend, self.group)
-        attends = self._ring if self.method == "ring" else self._allgather
-        return lambda q, k, v, documents=None: attends(q, k, v, documents)
+        methods = {"ring": self._ring, "allgather": self._allgather, "ulysses": partial(_ulysses, attend, self.group)}
+        return torch.compiler.disable(methods[self.method])  # graphs end here: sends and receives are in none
 
-    def _ring(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
-        length = q.shape[1] * self.size
-        places = [self.places(length, index).to(q.device) for index in range(self.size)]
-        return ring_attention(q, k, v, Ring(self.passing, places, None if documents is None else _sees(documents)))
+    def _ring(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None) -> Tensor:
+        key = (q.device, q.shape[1])
+        if key not in self._places:
+            length = q.shape[1] * self.size
+            self._places[key] = [self.places(length, index).to(q.device) for index in range(self.size)]
+        return ring_attention(q, k, v, Ring(self.passing, self._places[key], None if documents is None else _sees(documents)))
 
-    def _allgather(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
+    def _allgather(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None) -> Tensor:
         keys, values = _GatherSequence.apply(torch.cat((k, v), -1), self.group).chunk(2, -1)
         outs = []
         for part, (start, end) in zip(q.chunk(2, 1), head_tail(keys.shape[1], self.size, self.index), strict=True):
@@ -221,10 +221,11 @@ class _Exchange(torch.autograd.Function):
         return _Exchange.apply(grad, ctx.group), None
 
 
-def _ulysses(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, attend: Attend, group: dist.ProcessGroup) -> Tensor:
+def _ulysses(attend: Attend, group: dist.ProcessGroup, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None) -> Tensor:
     """Queries, keys and values cross in one all-to-all, outputs in another."""
     by_heads = [x.unflatten(2, (group.size(), -1)) for x in (q, k, v)]  # (B, s, cp, heads/cp, H)
     counts = [x.shape[3] for x in by_heads]
     mine = _in_order(_Exchange.apply(torch.cat(by_heads, 3).movedim(2, 0), group))
-    out = _by_rank(attend(*mine.split(counts, 2), documents), group.size())
+    given = () if documents is None else (documents,)
+    out = _by_rank(attend(*mine.split(counts, 2), *given), group.size())
     return _Exchange.apply(out, group).movedim(0, 2).flatten(2, 3)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.mesh import Mesh
-from lightning_3d.parallel.context import SEQUENCE_IDS
 from lightning_3d.parallel.microbatch import tensor_leaves
+from lightning_3d.placement import SEQUENCE_IDS
 
 FIRST_BATCHES = 3
 EVERY_BATCHES = 100

@@ -112,7 +112,8 @@ class _RingAttention(torch.autograd.Function):
             keys, values = block[..., columns, :]
             part, part_lse = kernel.forward(q[:, :, rows], keys, values, causal, mask)
             if step == 0:
-                out, lse = part.to(wide), part_lse.to(wide)
+                # Copies, since they will be added to: selective recomputation keeps what the kernel gave.
+                out, lse = part.to(wide, copy=True), part_lse.to(wide, copy=True)
             else:
                 _merge(out[:, :, rows], lse[:, :, rows], part, part_lse)
             if incoming is not None:

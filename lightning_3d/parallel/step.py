@@ -16,11 +16,11 @@ from torch import Tensor
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.mesh import Mesh
-from lightning_3d.parallel.context import SEQUENCE_IDS
 from lightning_3d.parallel.evaluation import EvaluationRunner
 from lightning_3d.parallel.gradients import Gradients, hand_over
 from lightning_3d.parallel.microbatch import check_equal
 from lightning_3d.parallel.pipeline import StageWork, TrainingRunner
+from lightning_3d.placement import SEQUENCE_IDS
 
 Metrics = dict[str, Tensor]
 

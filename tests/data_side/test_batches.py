@@ -87,3 +87,26 @@ def test_rows_of_a_blend_keep_their_places(nanoset: Nanoset, tmp_path: Path) -> 
     assert sorted(ids[sets == 1]) == list(range(10))
     rows = torch.cat([Batches([order], rows=5, rank=rank, replicas=2)[0, p]["input_ids"] for p in (0, 10, 20) for rank in (0, 1)])
     assert rows[:, 0].tolist() == (np.where(sets == 1, 1000, 0) + ids * S).tolist()
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_parts_of_sequences(shards: int, tmp_path: Path) -> None:
+    """Each part is what a whole batch has at its places; of a Nanoset no other tokens are read."""
+    tokens = np.arange(8 * 10 + 5)  # the last window is short
+    for number, part in enumerate(np.array_split(tokens, shards)):
+        with ShardWriter(tmp_path / f"{number:05d}_unshuffled.ds", "none", 4) as shard:
+            shard.append(part)
+    nanoset = Nanoset(tmp_path, 8)
+    order = InOrder(nanoset, len(nanoset))
+    whole = Batches([order], rows=len(nanoset) + 1, rank=0, replicas=1)[0, 0]
+    for index, places in enumerate([[0, 1, 6, 7], [2, 3, 4, 5]]):
+        part = Batches([order], rows=len(nanoset) + 1, rank=0, replicas=1, part=(index, 2))[0, 0]
+        assert part["sequence_ids"].tolist() == [places] * (len(nanoset) + 1)
+        for name in ("input_ids", "labels"):
+            assert torch.equal(part[name], whole[name][:, places])
+
+
+def test_documents_are_read_whole(nanoset: Nanoset) -> None:
+    batches = Batches([InOrder(nanoset, 4)], rows=4, rank=0, replicas=1, documents=3, part=(0, 2))
+    assert batches[0, 0]["position_ids"].shape == (4, S)
+    assert "sequence_ids" not in batches[0, 0]

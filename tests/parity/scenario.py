@@ -28,6 +28,7 @@ class Scenario:
     loss_chunks: int = 1
     cp: int = 1
     method: str = "ring"
+    recompute: str = "none"
 
     @property
     def world_size(self) -> int:
@@ -73,6 +74,7 @@ class Scenario:
             "pp": self.pp,
             "cp": self.cp,
             "cp_method": self.method if self.cp > 1 else None,
+            "recompute": self.recompute,
             "sequence_parallel": self.sequence_parallel,
             "pp_engine": self.engine,
             "virtual_stages": self.virtual,
@@ -90,7 +92,11 @@ def global_batches(s: Scenario, steps: int = STEPS) -> list[dict[str, Tensor]]:
         ids = torch.randint(0, s.model["vocab_size"], (s.dp * s.rows, SEQUENCE + 1), generator=generator)
         labels = ids[:, 1:].clone()
         labels[torch.rand(labels.shape, generator=generator) < 0.2] = -100
-        labels[: s.rows, 1:] = -100
+        if s.cp == 1:
+            labels[: s.rows, 1:] = -100
+        else:  # all that the last rank of cp has of the first replica, but in one row
+            chunk = SEQUENCE // (2 * s.cp)
+            labels[: s.rows - 1, SEQUENCE // 2 - chunk : SEQUENCE // 2 + chunk] = -100
         labels[0] = -100
         labels[-1, 3] = 5
         batches.append({"input_ids": ids[:, :-1].clone(), "labels": labels})

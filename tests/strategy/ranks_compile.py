@@ -28,7 +28,7 @@ class Compiled:
     @property
     def world_size(self) -> int:
         dp, tp, pp = self.layout
-        return dp * tp * pp
+        return dp * tp * pp * self.strategy.get("cp", 1)
 
     def __hash__(self) -> int:
         return hash(str(self))

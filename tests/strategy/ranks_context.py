@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_3d.model.attention import Documents, sdpa
 from lightning_3d.parallel.context import ContextParallel
+from lightning_3d.parallel.recorder import Recorder
 
 ROWS, LENGTH, HEADS, KV_HEADS, WIDTH = 2, 24, 8, 4, 6
 
@@ -25,7 +26,7 @@ def inputs(dtype: torch.dtype) -> list[Tensor]:
 
 
 def differences(method: str, documents: bool, dtype: torch.dtype) -> dict[str, Any]:
-    """The largest differences of the output and the gradients from full attention; what was sent forward and backward."""
+    """The largest differences of the output and the gradients from full attention; blocks of keys and messages that were sent."""
     q, k, v, grad = inputs(dtype)
     described = Documents(position_ids()) if documents else None
     whole = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -35,10 +36,12 @@ def differences(method: str, documents: bool, dtype: torch.dtype) -> dict[str, A
 
     context = ContextParallel(dist.group.WORLD, method)
     parts = [context.shard(x).clone().requires_grad_() for x in (q, k, v)]
-    mine = context.attention(sdpa)(*parts, described)
-    sent = [context.passing.blocks_sent]
-    mine.backward(context.shard(grad))
-    sent.append(context.passing.blocks_sent - sent[0])
+    with Recorder() as forward:
+        mine = context.attention(sdpa)(*parts, described)
+    blocks = context.passing.blocks_sent
+    with Recorder() as backward:
+        mine.backward(context.shard(grad))
+    sent = [blocks, *(sum(call.op == "send" for call in recorder.calls) for recorder in (forward, backward))]
     seen = [mine.detach(), *(x.grad for x in parts)]
     largest = [float((context.join(x) - full).abs().max()) for x, full in zip(seen, expected, strict=True)]
     return {"largest": largest, "sent": sent, "dtypes": {x.dtype for x in seen}}

@@ -31,7 +31,7 @@ class Case:
     @property
     def world_size(self) -> int:
         dp, tp, pp = self.layout or (1, 1, 1)
-        return dp * tp * pp
+        return dp * tp * pp * self.strategy.get("cp", 1)
 
 
 class Record(pl.Callback):

@@ -1,6 +1,6 @@
 """A user's module, written as a user would: a GPT-2-like model with biases, positions and a tied head, on batches that are tuples.
 
-It knows tensor parallelism by a plan of its own. Under a plain Trainer it is the reference of the tests beside it.
+It knows tensor parallelism by a plan of its own, and context parallelism. Under a plain Trainer it is the reference of the tests beside it.
 """
 
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_3d.module import PipelineMixin
+from lightning_3d.parallel.context import ContextParallel
 from lightning_3d.parallel.loss import vocab_parallel_argmax, vocab_parallel_token_losses
 from lightning_3d.parallel.plan import Row
 
@@ -31,14 +32,19 @@ PLAN = (
 )
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
+
+
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.attend = attend
         self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (project(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for project in (self.q, self.k, self.v))
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (project(x).unflatten(-1, (-1, WIDTH // HEADS)) for project in (self.q, self.k, self.v))
+        return self.out(self.attend(q, k, v).flatten(2))
 
 
 class Block(nn.Module):
@@ -88,8 +94,14 @@ class GPT(PipelineMixin, pl.LightningModule):
         """Every ``count``-th row, so that it is not the default's split."""
         return [part for i in range(count) if len((part := tuple(tensor[i::count] for tensor in batch))[0])]
 
+    def apply_context_parallel(self, stage: nn.Module, context: ContextParallel) -> None:
+        for block in stage.h.values():
+            block.attn.attend = context.attention(attend)
+
     def stage_kwargs(self, microbatch: Any) -> dict[str, Any]:
-        return {"positions": torch.arange(microbatch[0].shape[1]).unsqueeze(0)}
+        length, context = microbatch[0].shape[1], self.context_parallel
+        places = torch.arange(length) if context is None else context.places(length * context.size)
+        return {"positions": places.unsqueeze(0)}
 
     def pipeline_loss(self, output: Tensor, microbatch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         if self.tensor_parallel is None:
@@ -135,12 +147,13 @@ def loader(trainer: Any, data: TensorDataset, rows: int = ROWS) -> DataLoader:
 class Data(pl.LightningDataModule):
     """Training data of whole batches; validation data with a short last batch."""
 
-    def __init__(self, *, rows: int = ROWS, val: int = 0, val_length: int = LENGTH) -> None:
+    def __init__(self, *, rows: int = ROWS, val: int = 0, length: int = LENGTH, val_length: int = LENGTH) -> None:
         super().__init__()
+        self.length = length
         self.rows, self.val, self.val_length = rows, val, val_length
 
     def train_dataloader(self) -> DataLoader:
-        return loader(self.trainer, sequences(BATCHES * self.rows), self.rows)
+        return loader(self.trainer, sequences(BATCHES * self.rows, length=self.length), self.rows)
 
     def val_dataloader(self) -> Any:
         return loader(self.trainer, sequences(self.val, seed=4, length=self.val_length), self.rows) if self.val else []

@@ -34,7 +34,7 @@ class Counting(GPT):
 def counted(case: Case) -> dict[str, float]:
     quiet()
     trainer = trainer_for(case)
-    (metrics,) = trainer.validate(case.module(), datamodule=Data(val=24), verbose=False)
+    (metrics,) = trainer.validate(case.module(), datamodule=Data(val=24, **case.data), verbose=False)
     return metrics
 
 
@@ -58,7 +58,7 @@ class Reduce(pl.Callback):
 def reductions(case: Case) -> dict[str, Any]:
     quiet()
     callback = Reduce()
-    trainer_for(case, callback).fit(GPT(), datamodule=Data())
+    trainer_for(case, callback).fit(case.module(), datamodule=Data(length=8))
     return callback.seen
 
 
@@ -128,12 +128,13 @@ def refused(case: Case, batches: Batches) -> str:
     return "accepted"
 
 
-def guarded(tp: int, wrong_at: int) -> str:
+def guarded(tp: int, wrong_at: int, cp: int = 1, parts: bool = False) -> str:
     """The error of a guard that sees 202 batches of which rank 1 has another one at ``wrong_at``."""
-    guard = BatchGuard(Mesh.build(ParallelDims(tp=tp, dp=2 // tp), "cpu"), torch.device("cpu"))
+    guard = BatchGuard(Mesh.build(ParallelDims(tp=tp, cp=cp, dp=2 // tp // cp), "cpu"), torch.device("cpu"))
     try:
         for number in range(202):
-            guard.check({"a": torch.arange(3), "b": [torch.tensor(number == wrong_at and torch.distributed.get_rank() == 1)]})
+            batch = {"a": torch.arange(3), "b": [torch.tensor(number == wrong_at and torch.distributed.get_rank() == 1)]}
+            guard.check(batch | ({"sequence_ids": torch.arange(3)} if parts else {}))
     except ConfigError as error:
         return str(error)
     return "accepted"

@@ -46,6 +46,10 @@ class NoPlan(GPT):
     tensor_parallel_plan = ()
 
 
+class NoContext(GPT):
+    apply_context_parallel = PipelineMixin.apply_context_parallel
+
+
 class Lengths(pl.LightningDataModule):
     def __init__(self, sequence_length: int, accumulation: int | None = None) -> None:
         super().__init__()
@@ -108,6 +112,8 @@ def strategies() -> list[str]:
         {"pp": 4, "batch_accumulation_per_replica": 2},
         {"pp": 2, "pp_engine": "interleaved_1f1b", "virtual_stages": 2, "batch_accumulation_per_replica": 5},
         {"pp": 2, "pp_engine": "dualpipe_v", "virtual_stages": 2, "batch_accumulation_per_replica": 3},
+        {"cp": 2, "cp_method": "zigzag"},
+        {"cp_method": "ulysses"},
     ]
     return [message(lambda given=given: ThreeDStrategy(**given)) for given in options]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from ranks_gpt import Data
-from ranks_refusals import Lengths, LocalNames, NoLoss, NoPlan, Padded, Plain, Undrawn, built, llama, other_trainers, strategies
+from ranks_refusals import Lengths, LocalNames, NoContext, NoLoss, NoPlan, Padded, Plain, Undrawn, built, llama, other_trainers, strategies
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.strategy import ThreeDStrategy
@@ -37,6 +37,13 @@ def trainer(devices: int, options: dict[str, Any] | None = None, **strategy: Any
         (1, {"tp": 2}, "tp=2 x pp=1 = 2 does not divide the 1 processes"),
         (4, {"dp": 0}, "dp=0 must be a whole number of at least 1, or 'auto'"),
         (4, {"tp": -1}, "tp=-1 must be a whole number of at least 1"),
+        (4, {"cp": 0}, "cp=0 must be a whole number of at least 1"),
+        (4, {"cp": 3}, "tp=1 x pp=1 x cp=3 = 3 does not divide the 4 processes: change devices, tp, pp or cp"),
+        (
+            4,
+            {"dp": 2, "tp": 2, "cp": 2},
+            "dp=2 x tp=2 x pp=1 x cp=2 = 8, but there are 4 processes (devices x num_nodes): set trainer.devices to 8, or change dp, tp,",
+        ),
         (6, {"data_parallel": "hsdp", "dp_replicate": 4}, "dp_replicate=4 does not divide dp=6: choose a divisor of dp"),
     ],
     ids=str,
@@ -64,6 +71,8 @@ def test_strategies_that_cannot_be(pool: RankPool) -> None:
         "ConfigError: batch_accumulation_per_replica=2 is too small for pp_engine=1f1b with pp=4: set it to 4 or more or choose afab",
         "ConfigError: batch_accumulation_per_replica=5 does not suit interleaved_1f1b with pp=2: use a multiple of 2",
         "ConfigError: batch_accumulation_per_replica=3 is too small for pp_engine=dualpipe_v with pp=2: set it to 4 or more or choose afab",
+        "ConfigError: cp_method='zigzag' is unknown: choose from ['ring', 'allgather', 'ulysses']",
+        "ConfigError: cp_method=ulysses has no effect with cp=1: set cp to 2 or more, or leave cp_method out",
     ]
 
 
@@ -103,6 +112,38 @@ INTERLEAVED = {"pp": 2, "pp_engine": "interleaved_1f1b", "virtual_stages": 2}
             INTERLEAVED,
             "batch_accumulation_per_replica=5 does not suit interleaved_1f1b with pp=2: use a multiple of 2",
         ),
+        (
+            llama(),
+            Lengths(18),
+            {"cp": 2},
+            "sequence_length=18 is not divisible by 2 x cp = 4, as two chunks of it on each of cp=2 ranks need: change one",
+        ),
+        (
+            llama(),
+            Lengths(8),
+            {"cp": 2, "tp": 3, "sequence_parallel": True},
+            "sequence_length=8 is not divisible by cp x tp = 6, as sequence_parallel: true needs: change one",
+        ),
+        (
+            llama(),
+            Lengths(16),
+            {"cp": 4, "cp_method": "ulysses"},
+            "num_attention_heads=6 / tp=1 is not divisible by cp=4, as cp_method: ulysses needs: choose another cp, or cp_method: ring",
+        ),
+        (
+            llama(),
+            Lengths(16),
+            {"cp": 2, "tp": 2, "cp_method": "ulysses"},
+            "num_attention_heads=6 / tp=2 is not divisible by cp=2",
+        ),
+        (
+            llama(num_key_value_heads=3),
+            Lengths(16),
+            {"cp": 2, "cp_method": "ulysses"},
+            "num_key_value_heads=3 / tp=1 is not divisible by cp=2",
+        ),
+        (NoContext(), Data(), {"cp": 2}, "cp=2: NoContext does not say how its attention reaches tokens on other ranks: define apply"),
+        (Plain(), Data(), {"cp": 2}, "cp=2: Plain does not say how its attention reaches tokens on other ranks: derive it from"),
         (NoPlan(), Data(), {"tp": 2}, "tp=2: NoPlan has no tensor_parallel_plan and no parallelize_stage(): define one, or set tp=1"),
         (Plain(), Data(), {"data_parallel": "fsdp"}, "data_parallel=fsdp has no effect on Plain, which is no PipelineMixin: leave it out"),
         (Plain(), Data(), {"sequence_parallel": True}, "sequence_parallel=True has no effect on Plain, which is no PipelineMixin"),
@@ -111,7 +152,7 @@ INTERLEAVED = {"pp": 2, "pp_engine": "interleaved_1f1b", "virtual_stages": 2}
 )
 def test_module_against_layout(module: Any, data: Any, strategy: dict, message: str) -> None:
     """Before any process is started, and before the weights are drawn."""
-    refusing = trainer(strategy.get("tp", 1) * strategy.get("pp", 1), **strategy)
+    refusing = trainer(strategy.get("tp", 1) * strategy.get("pp", 1) * strategy.get("cp", 1), **strategy)
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
         refusing.fit(module, datamodule=data)
     assert refusing.strategy.launcher.procs == []

@@ -24,21 +24,27 @@ CASES = {  # and the number of graphs: for training and for validation, of each 
 }
 
 
-def check(case: Compiled, mode: Any, pool: RankPool) -> list[dict[str, Any]]:
-    """Numbers against those of the same layout, not compiled."""
+def check(case: Compiled, mode: Any, pool: RankPool, *, breaks: bool = False) -> list[dict[str, Any]]:
+    """Numbers against those of the same layout, not compiled; and whether graphs break."""
     plain, ranks = (pool.run(fit, case.world_size, (case, each)) for each in (False, mode))
     for seen, expected in zip(ranks, plain, strict=True):
         for what in ("losses", "norms", "val"):
             assert seen[what] == pytest.approx(expected[what], rel=0, abs=1e-12)
         for name, weight in expected["weights"].items():
             torch.testing.assert_close(seen["weights"][name], weight, rtol=0, atol=1e-12, msg=lambda m, k=name: f"{k}: {m}")
-        assert (expected["graphs"], seen["breaks"]) == (0, [])
+        assert (expected["graphs"], bool(seen["breaks"])) == (0, breaks)
     return ranks
 
 
 @pytest.mark.parametrize(("case", "graphs"), CASES.items(), ids=str)
 def test_the_same_numbers(case: Compiled, graphs: int, pool: RankPool) -> None:
     assert [seen["graphs"] for seen in check(case, "aot_eager", pool)] == [graphs] * case.world_size
+
+
+@pytest.mark.parametrize("method", ["ring", "allgather", "ulysses"])
+def test_the_same_numbers_with_cp(method: str, pool: RankPool) -> None:
+    """What attention sends and receives is part of no graph."""
+    check(Compiled((1, 1, 1), {"cp": 2, "cp_method": method}), "aot_eager", pool, breaks=True)
 
 
 @pytest.mark.slow

@@ -18,6 +18,13 @@ LAYOUTS = {
     "dp2-fsdp": ((2, 1, 1), {"data_parallel": "fsdp"}),
     "tp2-pp2": ((1, 2, 2), {}),
     "tp2-pp2-sp": ((1, 2, 2), {"sequence_parallel": True}),
+    "cp2-ring": ((1, 1, 1), {"cp": 2, "recompute": "selective"}),
+    "cp2-allgather": ((1, 1, 1), {"cp": 2, "cp_method": "allgather"}),
+    "cp2-ulysses": ((1, 1, 1), {"cp": 2, "cp_method": "ulysses"}),
+    "cp4-ring": ((1, 1, 1), {"cp": 4, "data_parallel": "fsdp"}),
+    "cp2-tp2-sp-ring": ((1, 2, 1), {"cp": 2, "sequence_parallel": True}),
+    "cp2-pp2-allgather": ((1, 1, 2), {"cp": 2, "cp_method": "allgather"}),
+    "cp2-dp2-ulysses": ((2, 1, 1), {"cp": 2, "cp_method": "ulysses"}),
 }
 
 

@@ -15,6 +15,20 @@ def test_torchmetrics_count_each_sample_once(layout: tuple[int, int, int], pool:
     assert pool.run(counted, case.world_size, (case,)) == [pytest.approx(plain)] * case.world_size
 
 
+def test_ranks_of_cp_count_each_sample_once(pool: RankPool) -> None:
+    """Each of them holds the whole batch when metrics are updated."""
+    case = Case((1, 1, 1), Counting, strategy={"cp": 2}, data={"val_length": 8})
+    assert [seen["samples"] for seen in pool.run(counted, 2, (case,))] == [24, 24]
+
+
+def test_reductions_with_cp(pool: RankPool) -> None:
+    """Ranks 0 to 3 are (dp, cp) = (0, 0), (0, 1), (1, 0), (1, 1); a sum would count the same number twice over cp, a mean does not."""
+    ranks = pool.run(reductions, 4, (Case((2, 1, 1), strategy={"cp": 2}),))
+    assert [seen["mean"] for seen in ranks] == [1.5] * 4
+    assert [seen["sum"] for seen in ranks] == [2, 4, 2, 4]
+    assert [seen["sampler"] for seen in ranks] == [{"num_replicas": 2, "rank": dp} for dp in (0, 0, 1, 1)]
+
+
 def test_reductions(pool: RankPool) -> None:
     """Ranks 0 to 3 are (pp, dp) = (0, 0), (0, 1), (1, 0), (1, 1)."""
     ranks = pool.run(reductions, 4, (Case((2, 1, 2)),))
@@ -84,6 +98,13 @@ def test_guard_looks_now_and_then(pool: RankPool) -> None:
         assert all(f"(batch {number})" in message for message in pool.run(guarded, 2, (2, number)))
     assert pool.run(guarded, 2, (2, 50)) == ["accepted"] * 2
     assert pool.run(guarded, 2, (1, 0)) == ["accepted"] * 2
+
+
+def test_guard_with_cp(pool: RankPool) -> None:
+    """Whole batches must be the same on all ranks of cp; parts of sequences are each rank's own."""
+    for message in pool.run(guarded, 2, (1, 0, 2)):
+        assert message.startswith("ranks 0 and 1 belong to one model replica but got different batches (batch 0)")
+    assert pool.run(guarded, 2, (1, 0, 2, True)) == ["accepted"] * 2
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 1), (1, 1, 2)], ids=str)

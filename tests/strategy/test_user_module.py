@@ -43,6 +43,16 @@ def test_gpt(layout: tuple[int, int, int], strategy: dict, plain: Seen, pool: Ra
 
 
 @pytest.mark.parametrize(
+    ("layout", "strategy"),
+    [((1, 1, 1), {"cp": 2}), ((1, 2, 1), {"cp": 2, "cp_method": "allgather"}), ((1, 1, 2), {"cp": 2, "cp_method": "ulysses"})],
+    ids=str,
+)
+def test_gpt_with_cp(layout: tuple[int, int, int], strategy: dict, pool: RankPool) -> None:
+    case = Case(layout, strategy=strategy, data={"length": 8})
+    check(case, pool.run(fit, 1, (replace(case, layout=None, strategy={}),))[0], pool)
+
+
+@pytest.mark.parametrize(
     ("engine", "microbatches"), [("afab", 1), ("afab", 3), ("1f1b", 3), ("interleaved_1f1b", 1), ("interleaved_1f1b", 3)]
 )
 def test_numbers_of_microbatches(engine: str, microbatches: int, pool: RankPool) -> None:
