@@ -123,6 +123,7 @@ class Costs:
     alone: list[Cost] = field(default_factory=list)
     at_once: list[Cost] = field(default_factory=list)
     peak_nbytes: int = 0
+    warmup_s: float = 0.0
 
 
 class TakeTurns(pl.Callback):
@@ -133,6 +134,10 @@ class TakeTurns(pl.Callback):
         self._base_nbytes = forget_peak()
         self._loop: PlainLoop | None = None
 
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """The warm-up begins."""
+        self._start = now()
+
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         """A segment of the Trainer ends here, and the next one begins."""
         done = batch_idx + 1 - self.setting.warmup
@@ -142,6 +147,7 @@ class TakeTurns(pl.Callback):
             self.costs.ours.append(since(self._start))
         else:
             self.costs.peak_nbytes = peak_nbytes() - self._base_nbytes
+            self.costs.warmup_s = since(self._start).wall_s
         self._others()
         self._start = now()
 

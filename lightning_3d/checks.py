@@ -14,11 +14,16 @@ def check_run(module: Any, datamodule: Any, layout: Layout, *, engine: str, micr
     """Whether the module can run on this data in this layout.
 
     Raises:
-        ConfigError: a number of microbatches that the schedule cannot run, a setting without effect, a module that does not say how it
-            is split over pp, tp or cp, or what the module itself refuses.
+        ConfigError: a number of microbatches that the schedule cannot run, offloading without shards, a setting without effect, a module
+            that does not say how it is split over pp, tp or cp, or what the module itself refuses.
     """
     dims = layout.dims
     check_engine(engine, pp=dims.pp, virtual_stages=layout.num_stages // dims.pp, microbatches=microbatches)
+    if layout.cpu_offload and (layout.data_parallel == "ddp" or dims.dp_cp == 1 or dims.tp * dims.pp > 1):
+        raise ConfigError(
+            f"cpu_offload=True with data_parallel={layout.data_parallel}, dp={dims.dp}, tp={dims.tp}, pp={dims.pp}: it offloads shards "
+            "over dp; set data_parallel to fsdp, hsdp or zero2, dp to 2 or more, tp and pp to 1, or leave cpu_offload out"
+        )
     if not all(hasattr(module, name) for name in ("build_stage", "pipeline_loss", "pipeline_step")):
         _check_plain(module, layout)
     lengths = getattr(datamodule, "sequence_lengths", None) or [getattr(datamodule, "sequence_length", 0)]
@@ -54,7 +59,7 @@ def _check_plain(module: Any, layout: Layout) -> None:
             f"cp={dims.cp}: {name} does not say how its attention reaches tokens on other ranks: derive it from PipelineMixin and define "
             "apply_context_parallel(), or set cp=1"
         )
-    for key, default in (("data_parallel", "ddp"), ("sequence_parallel", False), ("compile", False)):
+    for key, default in (("data_parallel", "ddp"), ("sequence_parallel", False), ("compile", False), ("float8", None)):
         value = getattr(layout, key)
         if value != default:
             raise ConfigError(

@@ -36,6 +36,7 @@ from lightning_3d.parallel.compiled import Compile, check_compile
 from lightning_3d.parallel.context import ContextMethod, check_method
 from lightning_3d.parallel.data import DATA_PARALLEL_MODES, DataParallel, start_equal
 from lightning_3d.parallel.evaluation import EvaluationRunner
+from lightning_3d.parallel.float8 import Float8, check_float8
 from lightning_3d.parallel.gradients import Gradients
 from lightning_3d.parallel.guard import BatchGuard
 from lightning_3d.parallel.pipeline import TrainingRunner
@@ -65,6 +66,8 @@ class ThreeDStrategy(ShardedCheckpoints):
         batch_accumulation_per_replica: microbatches in a batch; None takes the data module's, else pp.
         recompute: what the backward computes again to save memory: none, full, selective, or full in every n-th block.
         compile: torch.compile each block; the name of one of torch's backends takes that instead of inductor.
+        float8: which linears are multiplied in float8, and how.
+        cpu_offload: keep shards of parameters, gradients and optimizer state on the CPU, where the optimizer runs.
         async_checkpoint: write checkpoints while training goes on; it waits only for a copy of the state.
         timeout_s: seconds after which a collective that waits for other ranks fails, once the first step is done.
         first_step_timeout_s: the same until then, while ranks compile, connect and open files; at least ``timeout_s``.
@@ -85,6 +88,8 @@ class ThreeDStrategy(ShardedCheckpoints):
         batch_accumulation_per_replica: int | None = None,
         recompute: Recompute = "none",
         compile: Compile = False,  # noqa: A002  (the option's name)
+        float8: Float8 | None = None,
+        cpu_offload: bool = False,
         async_checkpoint: bool = False,
         process_group_backend: str | None = None,
         timeout_s: float = 600.0,
@@ -106,6 +111,7 @@ class ThreeDStrategy(ShardedCheckpoints):
         self.cp_method: ContextMethod = cp_method or "ring"
         check_recompute(recompute)
         self.sequence_parallel, self.recompute, self.compile = sequence_parallel, recompute, compile
+        self.float8, self.cpu_offload = float8, cpu_offload
         self.batch_accumulation_per_replica = batch_accumulation_per_replica
         self.last_grad_norm: Tensor | None = None
         self._dims: ParallelDims | None = None
@@ -137,9 +143,8 @@ class ThreeDStrategy(ShardedCheckpoints):
     @property
     def layout(self) -> Layout:
         """What decides which parameters lie on a rank."""
-        return Layout(
-            self.dims, self._stage_coords, self.data_parallel, self.sequence_parallel, self.recompute, self.compile, self.cp_method
-        )
+        mine = {name: getattr(self, name) for name in Layout.__dataclass_fields__ if name not in ("dims", "stage_coords")}
+        return Layout(self.dims, self._stage_coords, **mine)
 
     @property
     def num_stages(self) -> int:
@@ -183,6 +188,7 @@ class ThreeDStrategy(ShardedCheckpoints):
         if hasattr(datamodule, "split_over"):
             datamodule.split_over(self.dims.dp)
         check_compile(self.compile, self.root_device)
+        check_float8(self.float8, self.root_device)
         check_run(module, datamodule, self.layout, engine=self.pp_engine, microbatches=self._microbatch_count(datamodule))
 
     @override
@@ -257,8 +263,17 @@ class ThreeDStrategy(ShardedCheckpoints):
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        if fitting:
+        if fitting and not self.cpu_offload:
             _optimizers_to_device(self.optimizers, self.root_device)
+
+    @override
+    def model_to_device(self) -> None:
+        if not self.cpu_offload:
+            return super().model_to_device()
+        for name, child in self._module.named_children():
+            if name != "stages":  # FSDP wants those where they are
+                child.to(self.root_device)
+        return None
 
     def _metrics_over_dp(self) -> None:
         """Torchmetrics would add up over the world, i.e. count each sample tp x pp x cp times."""

@@ -104,3 +104,19 @@ def test_checkpoint(tmp_path: Path) -> None:
     assert 0 < ratio["load"]["low"] <= ratio["load"]["high"]
     assert ratio["stall"]["low"] > 0
     assert ratio["disk"] > 1
+
+
+@pytest.mark.timeout(260)
+def test_compile(tmp_path: Path) -> None:
+    rows = run("compile.py", tmp_path / "compile.json", *SIZES, "--backend=eager", "--accumulation=2")
+    assert list(rows) == ["eager", "compiled, empty cache", "compiled, filled cache"]
+    for row in rows.values():
+        assert row["start_s"] > 0
+        assert 0 < row["ratio"]["low"] <= row["ratio"]["high"]
+
+
+@pytest.mark.timeout(260)
+def test_gpu(tmp_path: Path) -> None:
+    rows = run("gpu.py", tmp_path / "gpu.json", "--smoke", "--steps=2")["toy"]
+    assert [name for name, row in rows.items() if "left_out" in row] == ["compiled, flash_attn"]
+    assert all(row["ratio"] > 0 for row in rows.values() if "left_out" not in row)

@@ -16,6 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_3d.callbacks.parameters import parameter_counts
+from lightning_3d.parallel.float8 import described
 
 
 class Summary(ModelSummary):
@@ -41,7 +42,8 @@ class Summary(ModelSummary):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         total, local = parameter_counts(trainer, pl_module)
         held = "" if total == local else f", {local:,} of them on this rank"
-        lines = {"layout": layout(trainer), "parameters": f"{total:,}{held}", "step": self._step(trainer), **folders(trainer)}
+        lines = {"layout": layout(trainer), "parameters": f"{total:,}{held}", **in_float8(trainer, pl_module)}
+        lines |= {"step": self._step(trainer), **folders(trainer)}
         show(trainer, lines)
 
     @override
@@ -89,6 +91,12 @@ def layout(trainer: Trainer) -> str:
     names = ("data_parallel", "pp_engine", *["cp_method"] * (dims.cp > 1))
     modes = ", ".join(str(getattr(strategy, name)) for name in names if hasattr(strategy, name))
     return f"{dims.describe()} on {devices}, {modes}"
+
+
+def in_float8(trainer: Trainer, pl_module: LightningModule) -> dict[str, str]:
+    """Which linears of this rank are computed in float8, and how."""
+    float8 = getattr(trainer.strategy, "float8", None)
+    return {} if float8 is None else {"float8": described(getattr(getattr(pl_module, "built", None), "float8", []), float8)}
 
 
 def folders(trainer: Trainer, last: str | None = None) -> dict[str, str]:

@@ -42,7 +42,8 @@ def gradient_norm(gradients: Iterable[Tensor], mesh: Mesh, norm_type: float = 2.
     """
     counted = [local(gradient) for gradient in gradients if is_counted(gradient, mesh)]
     device = mesh.device_mesh.device_type
-    norms = torch.stack(torch._foreach_norm(counted, norm_type)).double() if counted else torch.zeros(1, dtype=torch.float64, device=device)
+    norms = torch.stack(torch._foreach_norm(counted, norm_type)).double() if counted else torch.zeros(1, dtype=torch.float64)
+    norms = norms.to(device)  # those of offloaded gradients are on the CPU
     total = norms.max() if norm_type == math.inf else norms.pow(norm_type).sum()
     if mesh.dims.world_size > 1:
         dist.all_reduce(total, op=dist.ReduceOp.MAX if norm_type == math.inf else dist.ReduceOp.SUM)
@@ -54,7 +55,7 @@ def scale_to_norm(gradients: Iterable[Tensor], norm: Float[Tensor, ""], max_norm
     locals_ = [local(gradient) for gradient in gradients]
     if locals_:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(locals_, factor.to(locals_[0].dtype))
+        torch._foreach_mul_(locals_, factor.to(locals_[0]))  # its dtype and device
 
 
 def clip_values(gradients: Iterable[Tensor], limit: float) -> None:

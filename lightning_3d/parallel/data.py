@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Shaped
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.mesh import DP, SHARD, Mesh
@@ -27,18 +27,22 @@ DATA_PARALLEL_MODES: tuple[str, ...] = get_args(DataParallel)
 BUCKET_NBYTES = 64 * 2**20
 
 
-def shard_stage(stage: nn.Module, mesh: Mesh, mode: DataParallel) -> None:
+def shard_stage(stage: nn.Module, mesh: Mesh, mode: DataParallel, *, cpu_offload: bool = False) -> None:
     """Shard the stage's parameters over dp (none for ``ddp``); they must be on the meta device.
 
     The members of the stage's module lists and dicts (its blocks) are one unit each, the rest is one more. The stage itself is
     the root unit: torch's pipelining defers the reduction to the end of the step only then. Under pp parameters stay whole
     between microbatches, else every microbatch would pay a gather.
+
+    Under ``cpu_offload`` the shards, their gradients and optimizer state lie on the CPU; parameters are copied to the device as they are
+    gathered.
     """
+    place = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
     if mode != "ddp" and mesh.dims.dp_cp > 1:
         reshard = mode != "zero2" and mesh.dims.pp == 1
         for block in blocks_of(stage):
-            fully_shard(block, mesh=mesh.fsdp_mesh, reshard_after_forward=reshard)
-        fully_shard(stage, mesh=mesh.fsdp_mesh, reshard_after_forward=False)
+            fully_shard(block, mesh=mesh.fsdp_mesh, reshard_after_forward=reshard, offload_policy=place)
+        fully_shard(stage, mesh=mesh.fsdp_mesh, reshard_after_forward=False, offload_policy=place)
     for module in stage.modules():  # also where parallelize_stage() sharded under "ddp"
         if isinstance(module, FSDPModule):  # the second call alone fails on gloo, and neither recurses
             module.set_force_sum_reduction_for_comms(True)

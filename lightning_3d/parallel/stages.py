@@ -17,6 +17,7 @@ from lightning_3d.mesh import TP, Mesh, ParallelDims
 from lightning_3d.parallel.compiled import Compile, compile_blocks
 from lightning_3d.parallel.context import ContextMethod, ContextParallel
 from lightning_3d.parallel.data import DataParallel, shard_stage
+from lightning_3d.parallel.float8 import Float8, convert_linears
 from lightning_3d.parallel.plan import Row, apply_plan, full_numel, local_numel
 from lightning_3d.parallel.recompute import Recompute, recompute_blocks
 from lightning_3d.parallel.tensor import TensorParallel
@@ -52,6 +53,8 @@ class Layout:
     recompute: Recompute = "none"
     compile: Compile = False
     cp_method: ContextMethod = "ring"
+    float8: Float8 | None = None
+    cpu_offload: bool = False
 
     @property
     def num_stages(self) -> int:
@@ -67,6 +70,7 @@ class Stages:
     modules: dict[int, nn.Module]
     partial: set[str] = field(default_factory=set)  # names of parameters whose gradients are partial sums over tp
     tied: dict[str, list[int]] = field(default_factory=dict)  # names that several stages hold -> pp coords of the holders
+    float8: list[str] = field(default_factory=list)  # names of the linears that compute in it
 
     @classmethod
     def build(cls, builder: StageBuilder, mesh: Mesh, device: torch.device, layout: Layout) -> "Stages":
@@ -84,6 +88,7 @@ class Stages:
             with torch.device("meta"):
                 stage = builder.build_stage(index, layout.num_stages)
             stages.check_names(index, stage)
+            stages.float8 += convert_linears(stage, layout.float8, mesh.dims.tp)
             if parallelise is not None:
                 parallelise(stage, mesh.parameter_mesh)
             elif tp is not None:
@@ -92,8 +97,8 @@ class Stages:
                 builder.apply_context_parallel(stage, cp)
             recompute_blocks(stage, layout.recompute)
             compile_blocks(stage, layout.compile)
-            shard_stage(stage, mesh, layout.data_parallel)
-            builder.init_stage(stage, device)
+            shard_stage(stage, mesh, layout.data_parallel, cpu_offload=layout.cpu_offload)
+            builder.init_stage(stage, torch.device("cpu") if layout.cpu_offload else device)
             stages.modules[index] = stage
         stages.tied = find_tied(list(stages.parameters()), mesh)
         if tied := sorted(stages.tied.keys() | stages.copies().keys()):

@@ -41,6 +41,7 @@ class Layout:
     sequence_parallel: bool = False
     background: bool = False
     recompute: Any = "none"
+    cpu_offload: bool = False
 
     @property
     def world_size(self) -> int:
@@ -73,6 +74,7 @@ class Layout:
             sequence_parallel=self.sequence_parallel,
             async_checkpoint=self.background,
             recompute=self.recompute,
+            cpu_offload=self.cpu_offload,
         )
 
 
