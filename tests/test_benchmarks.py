@@ -72,6 +72,26 @@ def test_the_ratio_counts_all_ranks_and_all_tokens(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.timeout(260)
+def test_schedules(tmp_path: Path) -> None:
+    arguments = ("--layers=4", "--accumulation=4", "--engines", "1f1b", "zbv", "--ranks", "2", "8")
+    results = run("schedules.py", tmp_path / "schedules.json", *SIZES, *arguments)
+    for row in results["measured"].values():
+        assert row["ratio"]["low"] > 0.9  # waiting and bookkeeping come on top of the ideal
+        assert 0 < row["ideal_bubble"] < row["bubble"] < 1
+    simulated = results["simulated"]
+    assert simulated["zbv"]["8"] < simulated["1f1b"]["8"]
+    assert simulated["1f1b"]["8"] == pytest.approx(7 / (32 + 7))  # whatever the times are: stages are equal
+
+
+@pytest.mark.timeout(260)
+def test_memory(tmp_path: Path) -> None:
+    rows = run("memory.py", tmp_path / "memory.json", *SIZES, "--layers=4", "--settings", "1f1b", "--microbatches", "2", "4")
+    assert rows["1f1b"]["4"]["held"] == rows["1f1b"]["2"]["held"] == [2, 1]
+    assert min(rows["1f1b"]["4"]["peak_mib"]) > 0
+    assert rows["1f1b"]["growth"] > 0
+
+
+@pytest.mark.timeout(260)
 def test_startup(tmp_path: Path) -> None:
     commands = run("startup.py", tmp_path / "startup.json", "--repeats", "1")["commands"]
     assert commands["--help"]["cpu_ratio"]["median"] < 1.3

@@ -123,8 +123,8 @@ def _check_microbatches(engine: str, needs: str, pp: int, microbatches: int) -> 
 def check_halves(engine: Engine, pp: int, options: Mapping[str, Any]) -> None:
     """Whether backwards in two halves go with what else is done to the stages; ``options`` are those that they do not go with, if set.
 
-    torch keeps the graph between the halves: recomputation would compute a block again for each of its weights, and what torch.compile
-    makes has given its buffers away by then.
+    torch keeps the graph between the halves and runs the second one weight by weight: recomputation would compute a block again for each of
+    them (selective fails), and what torch.compile makes has given its buffers away by then.
 
     Raises:
         ConfigError: they do not.

@@ -86,6 +86,14 @@ def makespan(timeline: Sequence[Timed]) -> float:
     return max((timed.end for timed in timeline), default=0.0)
 
 
+def most_held(row: Sequence[Action]) -> int:
+    """The most forwards of a rank whose activations are kept at one time, of all its stages; the first half of a backward frees none."""
+    held = [0]
+    for action in row:
+        held.append(held[-1] + {"F": 1, "I": 0}.get(action.kind, -1))
+    return max(held)
+
+
 def _needs(action: Action, last: int) -> list[Action]:
     """What must have ended; of a backward it may be the half that the stage before waits for."""
     stage, kind, microbatch = action

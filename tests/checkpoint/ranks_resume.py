@@ -42,6 +42,7 @@ class Layout:
     background: bool = False
     recompute: Any = "none"
     cpu_offload: bool = False
+    engine: str = ""
 
     @property
     def world_size(self) -> int:
@@ -58,6 +59,7 @@ class Layout:
             *[f"cp{self.cp}"] * (self.cp > 1),
             *["sp"] * self.sequence_parallel,
             *[f"v{self.virtual}"] * (self.virtual > 1),
+            *[self.engine] * bool(self.engine),
         ]
         return "-".join(parts)
 
@@ -67,7 +69,7 @@ class Layout:
             tp=self.tp,
             pp=self.pp,
             cp=self.cp,
-            pp_engine="interleaved_1f1b" if self.virtual > 1 else "1f1b",
+            pp_engine=self.engine or ("interleaved_1f1b" if self.virtual > 1 else "1f1b"),
             virtual_stages=self.virtual,
             data_parallel=self.mode,  # type: ignore[arg-type]
             dp_replicate=2 if self.mode == "hsdp" else 1,

@@ -59,7 +59,8 @@ OF_EIGHT = [
     Layout(tp=2, pp=4, sequence_parallel=True),
     Layout(dp=2, tp=2, pp=2, virtual=2, mode="zero2"),
 ]
-TIED = [Layout(), Layout(pp=2), Layout(dp=2, pp=2, mode="fsdp"), Layout(tp=2, pp=2)]
+V_SHAPED = [Layout(dp=2, pp=2, virtual=2, mode="fsdp", engine="zbv"), Layout(pp=2, virtual=2)]
+TIED = [Layout(), Layout(pp=2), Layout(dp=2, pp=2, mode="fsdp"), Layout(tp=2, pp=2), V_SHAPED[0]]  # the last: twice on one rank
 TIMEOUT_S = 250  # eight processes may have to start first
 ONWARD = {"max_steps": SAVED + 3}
 
@@ -129,7 +130,7 @@ def test_everything_changes_into_everything() -> None:
     assert together >= set(combinations([*sizes, "mode"], 2))
 
 
-@pytest.mark.parametrize(("a", "b"), [*pairs(LAYOUTS), *pairs(MODES), *pairs(AXES), *pairs(CONTEXT)])
+@pytest.mark.parametrize(("a", "b"), [*pairs(LAYOUTS), *pairs(MODES), *pairs(AXES), *pairs(CONTEXT), *pairs(V_SHAPED)])
 def test_resumes_elsewhere(a: Layout, b: Layout, saved: Saved, pool: RankPool, tmp_path: Path) -> None:
     check(a, b, saved, pool, tmp_path)
 

@@ -114,6 +114,8 @@ def strategies() -> list[str]:
         {"pp": 2, "pp_engine": "dualpipe_v", "virtual_stages": 2, "batch_accumulation_per_replica": 3},
         {"cp": 2, "cp_method": "zigzag"},
         {"cp_method": "ulysses"},
+        {"pp": 2, "pp_engine": "zbv", "virtual_stages": 2, "recompute": "selective"},
+        {"pp": 2, "pp_engine": "zero_bubble", "compile": True},
     ]
     return [message(lambda given=given: ThreeDStrategy(**given)) for given in options]
 

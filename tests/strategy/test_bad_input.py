@@ -57,6 +57,8 @@ def test_strategies_that_cannot_be(pool: RankPool) -> None:
     (messages,) = pool.run(strategies, 1)
     modes = "choose from ['ddp', 'zero2', 'fsdp', 'hsdp']; hsdp needs dp_replicate >= 2, the others 1"
     engines = "['afab', '1f1b', 'interleaved_1f1b', 'looped_bfs', 'zero_bubble', 'zbv', 'dualpipe_v']"
+    halves = "which runs backwards in two halves, does not work in torch"
+    whole = "['afab', '1f1b', 'interleaved_1f1b', 'looped_bfs']"
     assert messages == [
         f"ConfigError: pp_engine='zigzag' is unknown: choose from {engines}, or name a .csv file",
         f"ConfigError: data_parallel='zero3' with dp_replicate=1: {modes}",
@@ -73,6 +75,8 @@ def test_strategies_that_cannot_be(pool: RankPool) -> None:
         "ConfigError: batch_accumulation_per_replica=3 is too small for pp_engine=dualpipe_v with pp=2: set it to 4 or more or choose afab",
         "ConfigError: cp_method='zigzag' is unknown: choose from ['ring', 'allgather', 'ulysses']",
         "ConfigError: cp_method=ulysses has no effect with cp=1: set cp to 2 or more, or leave cp_method out",
+        f"ConfigError: recompute=selective with pp_engine=zbv, {halves}: leave recompute out, or choose pp_engine from {whole}",
+        f"ConfigError: compile=True with pp_engine=zero_bubble, {halves}: leave compile out, or choose pp_engine from {whole}",
     ]
 
 
