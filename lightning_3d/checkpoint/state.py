@@ -50,10 +50,13 @@ class OwnState:
         if other:
             model = {name: loaded.get("model." + _global(name), value) for name, value in other.items()}
             set_model_state_dict(self._module, model, options=StateDictOptions(strict=False))
+        for name, value in self._model.items():
+            _fill(value, loaded.get("model." + _global(name), value))
         self._module.load_state_dict(self._module.state_dict(keep_vars=True))  # onto itself: nothing is copied, but hooks may be waiting
         for index, (optimizer, state) in enumerate(zip(self._optimizers, self._states, strict=True)):
             for name, values in state["state"].items():
-                values |= {key: loaded.get(f"optimizer.{index}.state.{_global(name)}.{key}", value) for key, value in values.items()}
+                prefix = f"optimizer.{index}.state.{_global(name)}."
+                values |= {key: _fill(value, loaded.get(prefix + key, value)) for key, value in values.items()}
             options = {name: group for group in groups[index] for name in group["params"]}
             for group in state["param_groups"]:
                 saved = options.get(_global(group["params"][0]), {})
@@ -80,6 +83,11 @@ class OwnState:
             for index, of_optimizer in enumerate(groups):
                 merged[index] += [group for group in of_optimizer if group not in merged[index]]
         return merged
+
+
+def _fill(value: Any, loaded: Any) -> Any:
+    """What was loaded; where two stages of this rank have one name, it was into the tensor of the other one."""
+    return value.copy_(loaded) if isinstance(value, Tensor) and value is not loaded else loaded
 
 
 def _global(name: str) -> str:

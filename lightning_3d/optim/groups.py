@@ -39,10 +39,10 @@ def decay_groups(
     Raises:
         ConfigError: a pattern is no regular expression, or matches no parameter of the model.
     """
-    parameters = {name: parameter for name, parameter in named_parameters if parameter.requires_grad}
-    excluded = excluded_names(parameters if all_names is None else all_names, exclude)
-    decayed = [parameter for name, parameter in parameters.items() if name not in excluded]
-    undecayed = [parameter for name, parameter in parameters.items() if name in excluded]
+    parameters = [pair for pair in named_parameters if pair[1].requires_grad]  # two of one name where both ends of a pipeline are here
+    excluded = excluded_names(dict(parameters) if all_names is None else all_names, exclude)
+    decayed = [parameter for name, parameter in parameters if name not in excluded]
+    undecayed = [parameter for name, parameter in parameters if name in excluded]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": undecayed, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
