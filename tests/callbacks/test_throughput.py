@@ -10,6 +10,7 @@ from lightning_3d.callbacks import Throughput
 from lightning_3d.callbacks import throughput as module
 from lightning_3d.callbacks.throughput import sequence_length
 from lightning_3d.model.config import LlamaConfig
+from lightning_3d.strategy import ThreeDStrategy
 from tests.callbacks.conftest import ROWS, SEQUENCE, Line, loader
 
 TOKENS = ROWS * SEQUENCE
@@ -144,3 +145,10 @@ def test_tokens_are_those_of_all_replicas(fit) -> None:
 
 def test_a_batch_without_input_ids_counts_its_first_tensor() -> None:
     assert sequence_length(Trainer(accelerator="cpu", devices=1), [torch.zeros(3, 5), torch.zeros(3)]) == 5
+
+
+def test_a_part_of_each_sequence_counts_as_the_whole() -> None:
+    trainer = Trainer(accelerator="cpu", devices=2, strategy=ThreeDStrategy(cp=2))
+    batch = {"input_ids": torch.zeros(3, 6), "sequence_ids": torch.zeros(3, 6)}
+    assert sequence_length(trainer, batch) == 12
+    assert sequence_length(trainer, {"input_ids": torch.zeros(3, 6)}) == 6
