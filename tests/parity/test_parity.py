@@ -7,6 +7,7 @@ tied embeddings, optimizer and chunks of the loss are chosen pairwise: every pai
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -130,6 +131,14 @@ def test_layout_equals_one_process(s: Scenario, pool: RankPool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("s", sorted(set(ALL) - set(PAIRWISE), key=lambda s: s.world_size), ids=name)
 def test_every_layout_equals_one_process(s: Scenario, pool: RankPool) -> None:
+    check(s, pool.run(run, s.world_size, (s,)))
+
+
+def test_a_schedule_from_a_file(pool: RankPool, tmp_path: Path) -> None:
+    """One that no engine has: two stages that follow each other on each rank, rank 0 the inner ones, some backwards in halves."""
+    path = tmp_path / "mine.csv"
+    path.write_text("1F0,2F0,1F1,2F1,2I0,1B0,2W0,2B1,1I1,1W1\n0F0,0F1,3F0,3B0,3F1,3B1,0I0,0W0,0B1\n")
+    s = Scenario(pp=2, engine=str(path), virtual=2, tied=True)
     check(s, pool.run(run, s.world_size, (s,)))
 
 

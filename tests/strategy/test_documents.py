@@ -13,6 +13,7 @@ from lightning_3d.testing import RankPool
 LAYOUTS = {
     "pp2": ((1, 1, 2), {}),
     "pp2-interleaved": ((1, 1, 2), {"pp_engine": "interleaved_1f1b", "virtual_stages": 2}),
+    "pp2-zbv": ((1, 1, 2), {"pp_engine": "zbv", "virtual_stages": 2}),
     "tp2": ((1, 2, 1), {}),
     "tp2-sp": ((1, 2, 1), {"sequence_parallel": True}),
     "dp2-fsdp": ((2, 1, 1), {"data_parallel": "fsdp"}),

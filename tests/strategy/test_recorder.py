@@ -92,3 +92,15 @@ def test_pp_sends_each_microbatch_once_over_each_border(pool: RankPool) -> None:
     v_first, v_last = pool.run(step, 2, (Scenario(pp=2, engine="zbv", virtual=2), {"batch_accumulation_per_replica": 4}))
     for seen in (v_first, v_last):  # 0 -> 1, and 2 -> 3; from stage 1 to stage 2 nothing is sent
         assert len(of(seen, "send", "pp")) == len(of(seen, "receive", "pp")) == 8
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_ring_attention_sends_each_block_to_all_but_its_owner(cp: int, pool: RankPool) -> None:
+    """Forward cp - 1 blocks of keys and values, backward as many and cp of their gradients; two tensors in a block."""
+    s = Scenario(cp=cp)
+    for seen in pool.run(step, cp, (s, {"batch_accumulation_per_replica": 2})):
+        sent = of(seen, "send", "cp")
+        assert len(sent) == len(of(seen, "receive", "cp")) == 2 * seen["layers"] * (2 * (cp - 1) + cp)
+        heads, width = s.model["num_key_value_heads"], s.model["hidden_size"] // s.model["num_attention_heads"]
+        rows = s.rows // 2
+        assert set(sent) == {2 * 4 * rows * 16 // cp * heads * width}
