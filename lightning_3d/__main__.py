@@ -40,6 +40,7 @@ FUNCTIONS = {
     "prepare": Function("lightning_3d.data.prepare.prepare", "tokenise text into a Nanoset", ("inputs+",)),
     "inspect": Function("lightning_3d.data.inspect.inspect", "show what is in a Nanoset", ("data+",)),
     "export": Function("lightning_3d.checkpoint.export.export", "write a checkpoint as a Hugging Face folder", ("checkpoint", "output")),
+    "init": Function("lightning_3d.commands.init.init", "write a recipe to begin with, in a layout that fits"),
     "import-config": Function(
         "lightning_3d.commands.importing.command.import_config", "make a recipe of a Nanotron YAML or a TorchTitan TOML", ("file",)
     ),

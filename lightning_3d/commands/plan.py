@@ -6,7 +6,9 @@ from lightning_3d.commands.recipe import Reader, read_recipe
 from lightning_3d.errors import ConfigError
 from lightning_3d.planning.estimate import Costs, estimate
 from lightning_3d.planning.gpus import GIB, Gpu, find_gpu
+from lightning_3d.planning.pictures import draw
 from lightning_3d.planning.report import report
+from lightning_3d.planning.search import proposals, search
 from lightning_3d.planning.verdict import verdict
 
 
@@ -16,6 +18,8 @@ def options(parser: LightningArgumentParser) -> None:
     parser.add_argument("--memory_gib", type=float | None, default=None, help="Memory of each rank, instead of the GPU's.")
     parser.add_argument("--world_size", "--world-size", type=int | None, default=None, help="Ranks, instead of devices x num_nodes.")
     parser.add_argument("--gpus_per_node", "--gpus-per-node", type=int, default=8, help="Ranks of a node.")
+    parser.add_argument("--search", action="store_true", help="Propose the best layouts for these ranks instead of planning the recipe's.")
+    parser.add_argument("--out", type=str | None, default=None, help="Folder for pictures of the schedule, memory and the mesh.")
 
 
 def run(argv: list[str]) -> None:
@@ -29,9 +33,14 @@ def run(argv: list[str]) -> None:
     recipe = read_recipe(
         reader.options, reader.model, world_size=reader.options["world_size"], gpus_per_node=reader.options["gpus_per_node"]
     )
+    if reader.options["search"]:
+        print(proposals(search(recipe.model, recipe.setting, gpu), gpu))
+        return
     known: Costs = {}
     made = estimate(recipe.model, recipe.setting, gpu, known)
     print(report(made), verdict(recipe.model, made, known), sep="\n\n")
+    if reader.options["out"]:
+        print("pictures   ", ", ".join(path for path in draw(made, reader.options["out"]) if path.endswith(".png")))
 
 
 def chosen_gpu(name: str, memory_gib: float | None) -> Gpu:

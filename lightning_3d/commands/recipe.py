@@ -135,7 +135,7 @@ def _check_splits(found: "Problems", model: Any, strategy: Namespace, dims: Para
 
 
 def _layout(strategy: Namespace, dims: ParallelDims, coords: tuple[int, ...]) -> Layout:
-    names = ("data_parallel", "sequence_parallel", "recompute", "compile")
+    names = ("data_parallel", "sequence_parallel", "recompute", "compile", "cpu_offload")
     return Layout(dims, coords, **{name: strategy[name] for name in names}, cp_method=strategy["cp_method"] or "ring")
 
 

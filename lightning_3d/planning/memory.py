@@ -85,11 +85,12 @@ def peak(found: Sequence[Moment]) -> Memory:
 
 def _at_rest(setting: Setting, stages: Mapping[int, Sequence[Part]], costs: Mapping[int, Cost]) -> Memory:
     size, last = setting.dtype.itemsize, setting.layout.num_stages - 1
+    here = not setting.layout.cpu_offload  # else in the CPU's memory
     all_parts = [part for stage in stages.values() for part in stage]
     receive = sum((costs[index - 1].output if index else 0) + (costs[index].output if index < last else 0) for index in stages)
     return Memory(
-        weights=size * sum(part.padded_numel(setting.shards) for part in all_parts),
-        optimizer=2 * size * sum(part.local_numel for part in all_parts),
+        weights=here * size * sum(part.padded_numel(setting.shards) for part in all_parts),
+        optimizer=here * 2 * size * sum(part.local_numel for part in all_parts),
         receive=setting.microbatches * receive,
     )
 

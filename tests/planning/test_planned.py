@@ -37,11 +37,11 @@ def planned(case: Case) -> Estimate:
     return estimate(case.build(), replace(case.setting, num_metrics=metrics), GPUS["h100-80gb"])
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_a_run_is_as_planned(pool, case: Case) -> None:
     plan, setting, module = planned(case), case.setting, case.build()
-    for rank, seen in enumerate(pool.run(observed, case.dims.world_size, (case,))):
+    for rank, seen in enumerate(pool.run(observed, case.dims.world_size, (case,), timeout_s=240)):
         coord = case.dims.coord(rank)
         stage = plan.stages[coord.pp]
         own = [part for index in stage.parts for part in parts(module, setting, index, tp=coord.tp, dp=coord.dp)]

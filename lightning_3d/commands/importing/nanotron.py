@@ -75,7 +75,7 @@ def nanotron(source: Source) -> dict[str, Any]:
         because="its checkpoints cannot be read: convert to Hugging Face's form, and give model.init_from",
     )
     data = _data(source)
-    if data.get("class_path") == "SyntheticDataModule":
+    if data.get("class_path") == "lightning_3d.SyntheticDataModule":
         data["init_args"]["vocab_size"] = model["llama"]["vocab_size"]
     if steps is None:
         source.refuse("tokens.train_steps: it is missing")
@@ -209,11 +209,11 @@ def _data(source: Source) -> dict[str, Any]:
         if later:
             source.refuse("data_stages: text that is tokenised while training has one stage: `prepare` it")
         return {
-            "class_path": "TextDataModule",
+            "class_path": "lightning_3d.TextDataModule",
             "init_args": {**first.text, "tokenizer": tokenizer, **sizes, "num_workers": 1, "seed": first.seed},
         }
     if first.is_dummy:
-        return {"class_path": "SyntheticDataModule", "init_args": sizes}
+        return {"class_path": "lightning_3d.SyntheticDataModule", "init_args": sizes}
     if tokenizer:
         source.note(f"tokenizer.tokenizer_name_or_path: {tokenizer!r}: the Nanosets name theirs")
     seeds = {stage.seed for stage in later} - {first.seed}

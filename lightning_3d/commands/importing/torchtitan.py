@@ -64,9 +64,8 @@ LEFT_OUT = {
     "metrics.save_tb_folder": "logs are in trainer.default_root_dir",
     "metrics.enable_wandb": "name WandbLogger in trainer.logger",
     "metrics.disable_color_printing": "the progress bar's matter",
-    "model.converters": "linears compute in the precision of trainer.precision",
-    "quantize": "linears compute in the precision of trainer.precision",
-    "float8": "linears compute in the precision of trainer.precision",
+    "quantize": "float8 is for the linears of blocks, without an all-gather of its own",
+    "float8": "float8 is for the linears of blocks, without an all-gather of its own",
     "optimizer.implementation": "the fused kernel is the default; same numbers",
     "optimizer.fused": "the fused kernel is the default; same numbers",
     "training.mixed_precision_reduce": "gradients are added up in the dtype of the weights",
@@ -96,7 +95,6 @@ def torchtitan(source: Source) -> dict[str, Any]:
     strategy, has_pipeline = _strategy(source)
     data = _data(source, length, has_pipeline)
     optim = _optimizer(source, steps)
-    source.only("training.enable_cpu_offload", False, because="parameters stay on the GPU: shard them further, or recompute")
     clip = source.take("training.max_norm", default=1.0)
     trainer: dict[str, Any] = {
         "accelerator": "auto",
@@ -151,9 +149,22 @@ def _strategy(source: Source) -> tuple[dict[str, Any], bool]:
     if pp > 1:
         strategy |= {"pp_engine": engine, "virtual_stages": stages}
     strategy["recompute"] = _recompute(source)
+    strategy |= {"cpu_offload": True} if source.take("training.enable_cpu_offload", default=False) else {}
+    strategy |= _float8(source)
     strategy["compile"] = bool(source.take("compile.enable", "training.compile", default=False))
     timeouts = {"comm.train_timeout_seconds": "timeout_s", "comm.init_timeout_seconds": "first_step_timeout_s"}
     return strategy | {ours: float(value) for key, ours in timeouts.items() if (value := source.take(key)) is not None}, pp > 1
+
+
+def _float8(source: Source) -> dict[str, Any]:
+    converters = source.take("model.converters", default=[])
+    recipe = source.take("quantize.linear.float8.recipe_name", "float8.recipe_name", default="tensorwise")
+    emulate = bool(source.take("quantize.linear.float8.emulate", "float8.emulate", default=False))
+    if others := [name for name in converters if name != "float8"]:
+        source.refuse(f"model.converters: {others}: only float8 is there")
+    if recipe not in ("tensorwise", "rowwise"):
+        source.refuse(f"quantize.linear.float8.recipe_name: {recipe!r}: choose tensorwise or rowwise")
+    return {"float8": {"recipe": recipe} | ({"emulate": True} if emulate else {})} if "float8" in converters else {}
 
 
 def _recompute(source: Source) -> str | int:
@@ -207,7 +218,7 @@ def _data(source: Source, length: int, has_pipeline: bool) -> dict[str, Any]:
         hub, config = TEXTS["c4"]
     text = {"dataset": path or hub, "config": None if path else config, "streaming": path is None, "tokenizer": tokenizer}
     sizes = {"sequence_length": length, "micro_batch_size": size, **batch, "num_workers": 1}
-    return {"class_path": "TextDataModule", "init_args": text | sizes}
+    return {"class_path": "lightning_3d.TextDataModule", "init_args": text | sizes}
 
 
 def _precision(source: Source) -> str:
