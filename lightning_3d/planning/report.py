@@ -69,7 +69,7 @@ def _memory(estimate: Estimate) -> list[str]:
 
 def size(nbytes: float) -> str:
     """Bytes with their unit."""
-    power = next((power for power in (4, 3, 2, 1) if nbytes >= 1024**power), 0)
+    power = next((power for power in (4, 3, 2, 1) if nbytes >= 1000 * 1024 ** (power - 1)), 0)
     return f"{nbytes / 1024**power:.3g} {['B', 'KiB', 'MiB', 'GiB', 'TiB'][power]}" if power < 4 else f"{nbytes / 1024**4:,.1f} TiB"
 
 
