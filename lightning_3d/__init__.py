@@ -11,8 +11,11 @@ if TYPE_CHECKING:
     from lightning_3d.callbacks import Checkpoint as Checkpoint
     from lightning_3d.callbacks import GarbageCollection as GarbageCollection
     from lightning_3d.callbacks import GradNorm as GradNorm
+    from lightning_3d.callbacks import LayerStats as LayerStats
+    from lightning_3d.callbacks import Memory as Memory
     from lightning_3d.callbacks import ProgressBar as ProgressBar
     from lightning_3d.callbacks import SkipBadSteps as SkipBadSteps
+    from lightning_3d.callbacks import Stragglers as Stragglers
     from lightning_3d.callbacks import Summary as Summary
     from lightning_3d.callbacks import Throughput as Throughput
     from lightning_3d.checkpoint import latest_checkpoint as latest_checkpoint
@@ -35,8 +38,11 @@ _HOME = {
     "Checkpoint": "callbacks",
     "GarbageCollection": "callbacks",
     "GradNorm": "callbacks",
+    "LayerStats": "callbacks",
+    "Memory": "callbacks",
     "ProgressBar": "callbacks",
     "SkipBadSteps": "callbacks",
+    "Stragglers": "callbacks",
     "Summary": "callbacks",
     "Throughput": "callbacks",
     "latest_checkpoint": "checkpoint",

@@ -21,6 +21,7 @@ TRAINER = {
     "validate": "compute the validation metrics of a checkpoint",
     "test": "compute the test metrics of a checkpoint",
     "predict": "run a checkpoint on the data module's prediction set",
+    "profile": "train for a few steps and show where the time goes",
 }
 
 

@@ -1,4 +1,4 @@
-"""``fit``, ``validate``, ``test`` and ``predict``: LightningCLI with this package's classes as defaults.
+"""``fit``, ``validate``, ``test``, ``predict`` and ``profile``: LightningCLI with this package's classes as defaults.
 
 YAML names fragments by path, relative to the file that names them (`model: ../configs/model/llama_tiny.yaml`), and classes by
 their last name (`class_path: GradNorm`) as long as that is unambiguous. `model:` and `data:` take LlamaModule's and
@@ -7,6 +7,8 @@ NanosetDataModule's options directly, or `class_path:` with any LightningModule 
 Only the parser of the command at hand is built: LightningCLI builds all four, which takes a second.
 """
 
+import argparse
+import json
 import logging
 import warnings
 from typing import Any
@@ -29,6 +31,10 @@ from lightning_3d.usage import OneLineErrors, one_line
 
 class Parser(OneLineErrors, LightningArgumentParser):
     """The parser of one command."""
+
+
+class Words(OneLineErrors, argparse.ArgumentParser):
+    """The parser of what a command takes besides."""
 
 
 class CLI(LightningCLI):
@@ -144,10 +150,28 @@ def run(argv: list[str]) -> None:
         ConfigError: an option, a key or a combination that cannot work.
     """
     quiet()
+    argv = profiled(argv) if argv[0] == "profile" else argv
     try:
         CLI(argv[0], argv)
     except MisconfigurationException as error:
         raise ConfigError(one_line(str(error))) from error
+
+
+def profiled(argv: list[str]) -> list[str]:
+    """The arguments of ``fit`` for those of ``profile``: a few steps, with one callback, and nothing written but to ``--out``."""
+    parser = Words("lightning_3d profile", description="Where the time of a step goes.", allow_abbrev=False)
+    parser.add_argument("--steps", type=int, default=3, help="steps to look at, after one that is left out")
+    parser.add_argument("--out", default="profile", help="folder for a Chrome trace of each rank and profile.json")
+    parser.epilog = "All options of fit are options too, --config RECIPE first of all."
+    options, rest = parser.parse_known_args(argv[1:])
+    if options.steps < 1:
+        raise ConfigError(f"--steps {options.steps}: give 1 or more")
+    callback = {"class_path": "lightning_3d.callbacks.profile.Profile", "init_args": {"steps": options.steps, "out": options.out}}
+    settings = {"max_steps": options.steps + 1, "max_epochs": -1, "limit_val_batches": 0, "num_sanity_val_steps": 0, "logger": False}
+    settings |= {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    settings |= {"callbacks": [callback], "default_root_dir": options.out}
+    words = {f"--trainer.{key}": value if isinstance(value, str) else json.dumps(value) for key, value in settings.items()}
+    return ["fit", *rest, *(word for option in words.items() for word in option)]
 
 
 def quiet() -> None:

@@ -31,7 +31,7 @@ from lightning_3d.errors import ConfigError
 from lightning_3d.faults import Faults
 from lightning_3d.interrupt import EndTogether, RankLauncher, init_worker
 from lightning_3d.mesh import Mesh, ParallelDims
-from lightning_3d.optim.clipping import clip_values, gradient_norm, gradients_of, parameters_of, scale_to_norm
+from lightning_3d.optim.clipping import clip_values, gradient_norm, gradients_of, is_counted, parameters_of, scale_to_norm
 from lightning_3d.parallel.compiled import Compile, check_compile
 from lightning_3d.parallel.context import ContextMethod, check_method
 from lightning_3d.parallel.data import DATA_PARALLEL_MODES, DataParallel, start_equal
@@ -354,6 +354,11 @@ class ThreeDStrategy(ShardedCheckpoints):
         of = None if optimizer is None else parameters_of(optimizer)
         return gradient_norm(self._gradients.counted_once(of), self.mesh, norm_type)
 
+    def counted_parameters(self) -> dict[str, nn.Parameter]:
+        """Of each parameter the part, by global name, that no other rank counts: over all ranks each element once."""
+        assert self._gradients is not None
+        return {name: parameter for name, parameter in self._gradients.held_first().items() if is_counted(parameter, self.mesh)}
+
     def _clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
         self.last_grad_norm = self.gradient_norm(optimizer)
         scale_to_norm(gradients_of(optimizer), self.last_grad_norm, max_norm)
@@ -383,8 +388,10 @@ class ThreeDStrategy(ShardedCheckpoints):
 
     @override
     def teardown(self) -> None:
-        self.saver.close(after_exception=self.together.was_interrupted)
-        super().teardown()
-        self.faults.close()
+        try:
+            self.saver.close(after_exception=self.together.was_interrupted)
+            super().teardown()
+        finally:
+            self.faults.close()
         assert isinstance(self._launcher, RankLauncher)
         self.together.after(self._launcher)

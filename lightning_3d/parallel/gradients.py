@@ -87,10 +87,13 @@ class Gradients:
 
     def counted_once(self, of: Iterable[Tensor] | None = None) -> list[Tensor]:
         """The gradients in ``p.grad`` (of the parameters given, else of all), of tied copies only the first holder's."""
-        mine = self._mesh.coord.pp
         wanted = None if of is None else {id(parameter) for parameter in of}
-        held = [p for name, p in self._parameters.items() if self._tied.get(name, [mine])[0] == mine]
-        return [p.grad for p in held if p.grad is not None and (wanted is None or id(p) in wanted)]
+        return [p.grad for p in self.held_first().values() if p.grad is not None and (wanted is None or id(p) in wanted)]
+
+    def held_first(self) -> dict[str, nn.Parameter]:
+        """The parameters by name, of tied copies only the first holder's."""
+        mine = self._mesh.coord.pp
+        return {name: p for name, p in self._parameters.items() if self._tied.get(name, [mine])[0] == mine}
 
     def _add(self, fresh: Mapping[str, Tensor]) -> None:
         held = [(self._parameters[name], part) for name, part in fresh.items()]
