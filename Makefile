@@ -4,11 +4,12 @@ BIN := .venv/bin
 READY := .venv/.ready
 ARGS ?=
 
-.PHONY: train test test-slow check help
+.PHONY: train test test-slow check docs help
 help:
 	@echo "make train      a Llama on the text of this Python installation, dp=2 x tp=2 x pp=2 on 8 CPU processes"
 	@echo "make test       the test suite (ARGS='-k name' narrows it)"
 	@echo "make test-slow  the tests marked slow too"
+	@echo "make docs       the documentation, in site/"
 	@echo "make check      format, lint, types, layers and house rules"
 
 $(READY): pyproject.toml constraints.txt
@@ -34,3 +35,6 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest --quiet tests/test_house.py
+
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
