@@ -14,7 +14,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # ```bash and ```python are executed here, page after page, README first; ```text is for what no test can type (a placeholder, an output).
 BLOCKS = [(page, *block) for page in PAGES for block in re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.S | re.M)]
 COMMANDS = list(dict.fromkeys(line for _, kind, block in BLOCKS if kind == "bash" for line in block.splitlines()))
-PROGRAMS = [(page.stem, block) for page, kind, block in BLOCKS if kind == "python"]
+PROGRAMS = [(page.stem, block) for page, kind, block in BLOCKS if kind == "python" and "Trainer(" in block]
+SNIPPETS = [block for _, kind, block in BLOCKS if kind == "python" and "Trainer(" not in block]
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +51,13 @@ def test_commands(copy: Path) -> None:
 def test_programs(page: str, program: str, copy: Path, tmp_path: Path) -> None:
     script = tmp_path / f"{page}.py"
     script.write_text(program)
+    run([sys.executable, str(script)], copy, 240)
+
+
+@pytest.mark.timeout(300)
+def test_snippets(copy: Path, tmp_path: Path) -> None:
+    script = tmp_path / "snippets.py"
+    script.write_text("\n".join(SNIPPETS))
     run([sys.executable, str(script)], copy, 240)
 
 
