@@ -55,8 +55,9 @@ def errors_page() -> str:
     lines = [
         "# Errors and their cures",
         "",
-        "A mistake in a recipe, in data or in a layout is one line that names the key, the values and the cure, before any process starts where",
-        "that can be known. This is the list of them, read from the sources when this page was built; `{...}` stands for what is filled in.",
+        "A mistake in a recipe, in data or in a layout is one line that names the key, the values and the cure, before any process",
+        "starts where that can be known. This is the list of them, read from the sources when this page was built; `{...}` stands for",
+        "what is filled in.",
         "For what goes wrong later (a lost node, a hanging collective, a full disk) see [checkpoints](checkpoints.md) and",
         "[many nodes](many-nodes.md).",
     ]
@@ -114,7 +115,8 @@ def _name(node: ast.expr) -> str:
 
 _CURE = re.compile(
     r"[:;,] (?=(?:choose|set|change|give|make|use|name|add|leave|derive|resume|keep|start|write|prepare|install|pip|override|remove|define|"
-    r"only|take|run|put|it must|hsdp needs|interleaved_1f1b needs|tied ones|each|or |let|load|point|free|wait|call|pass|return|download|shorten|convert|does|rename|delete|see)\b)"
+    r"only|take|run|put|it must|hsdp needs|interleaved_1f1b needs|tied ones|each|or |let|load|point|free|wait|call|pass|return|download|"
+    r"shorten|convert|does|rename|delete|see)\b)"
 )
 
 

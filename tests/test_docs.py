@@ -1,4 +1,4 @@
-"""README and documentation: every command and program in them runs as a reader would run it, in a copy of the repository; the site builds."""
+"""README and documentation: every command and program runs as a reader would run it, in a copy of the repository; the site builds."""
 
 import os
 import re
