@@ -24,8 +24,8 @@ AREAS = {
     "Optimizer": ("optim",),
     "Checkpoints": ("checkpoint", "sharded_checkpoints", "generate"),
     "Callbacks": ("callbacks",),
-    "Planning": ("planning",),
-    "The command line": ("cli", "__main__", "usage"),
+    "Planning, and recipes from elsewhere": ("planning", "commands"),
+    "The command line": ("cli", "__main__", "usage", "launched"),
 }
 
 

@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = [
-    ROOT / "README.md",
-    *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.stem != "many-nodes"),
-]  # end_to_end/ runs that
+# many-nodes.md is run by end_to_end/test_many_nodes.py and test_slurm.py.
+PAGES = [ROOT / "README.md", *sorted(page for page in (ROOT / "docs").rglob("*.md") if page.stem != "many-nodes")]
 # ```bash and ```python are executed here, page after page, README first; ```text is for what no test can type (a placeholder, an output).
 BLOCKS = [(page, *block) for page in PAGES for block in re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.S | re.M)]
 COMMANDS = list(dict.fromkeys(line for _, kind, block in BLOCKS if kind == "bash" for line in block.splitlines()))
