@@ -42,8 +42,11 @@ def run(command: list[str], folder: Path, timeout_s: int) -> str:
 def test_commands(copy: Path) -> None:
     assert len(COMMANDS) >= 10
     outputs = {command: run(["bash", "-c", command], copy, 240) for command in COMMANDS}  # the later ones use what the earlier ones made
-    for name, text in {"validate": "val_lm_loss", "inspect": "tokens a document", "generate": "def __init__(self", "export": "->"}.items():
-        assert all(text in output for command, output in outputs.items() if f"lightning_3d {name} " in command), name
+    said = {"fit": "of tensors a rank", "validate": "val_lm_loss", "inspect": "tokens a document", "generate": "def __init__(self"}
+    for name, text in (said | {"export": "->", "plan": "verdict"}).items():
+        of_command = [output for command, output in outputs.items() if f"lightning_3d {name} " in command and "--print_plan" not in command]
+        assert of_command, name
+        assert all(text in output for output in of_command), name
     assert (copy / "runs/mine_hf/model.safetensors").is_file()
 
 

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_3d.callbacks.expected_memory import expected_memory
 from lightning_3d.callbacks.parameters import parameter_counts
 from lightning_3d.parallel.float8 import described
 
@@ -43,6 +44,8 @@ class Summary(ModelSummary):
         total, local = parameter_counts(trainer, pl_module)
         held = "" if total == local else f", {local:,} of them on this rank"
         lines = {"layout": layout(trainer), "parameters": f"{total:,}{held}", **in_float8(trainer, pl_module)}
+        expected = expected_memory(trainer, pl_module) if trainer.is_global_zero else None
+        lines |= {"memory": expected} if expected else {}
         lines |= {"step": self._step(trainer), **folders(trainer)}
         show(trainer, lines)
 
