@@ -74,7 +74,8 @@ def _show(error: ConfigError) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("lightning_3d", description="Pretrain language models over data, tensor and pipeline parallelism.")
+    axes = "data, tensor, pipeline and context parallelism"
+    parser = argparse.ArgumentParser("lightning_3d", description=f"Pretrain language models over {axes}.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands (each has its own --help)")
     for name, text in [*TRAINER.items(), *((name, function.help) for name, function in (RECIPES | FUNCTIONS).items())]:
         commands.add_parser(name, help=text, add_help=False)

@@ -1,5 +1,6 @@
 """The command line: what it takes, what it says, and what it runs."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_3d.__main__ import FUNCTIONS, TRAINER, main
+from lightning_3d.__main__ import FUNCTIONS, RECIPES, TRAINER, main
 from lightning_3d.usage import one_line
 
 ROOT = Path(__file__).parent.parent
@@ -61,7 +62,7 @@ def test_help_lists_the_commands_and_imports_nothing_heavy() -> None:
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
     assert out.splitlines()[-1] == "[]"
-    assert all(f"\n    {name} " in out for name in [*TRAINER, *FUNCTIONS])
+    assert all(re.search(rf"\n    {name}\s", out) for name in [*TRAINER, *RECIPES, *FUNCTIONS])
 
 
 def test_each_command_has_its_options(capsys) -> None:
