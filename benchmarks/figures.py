@@ -38,7 +38,7 @@ def against_neighbours(values: list[float], plain: list[float]) -> list[float]:
 
 def spread(values: list[float]) -> dict[str, float]:
     """Median and quartiles."""
-    low, middle, high = quantiles(values, n=4) if len(values) > 1 else values * 3
+    low, middle, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
     return {"median": middle, "low": low, "high": high}
 
 

@@ -44,6 +44,7 @@ def test_layouts(tmp_path: Path) -> None:
     assert row["peak_mib"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(260)
 def test_context(tmp_path: Path) -> None:
     arguments = ("--sequences", "16", "--layouts", "cp=1", "cp=2 cp_method=ring")
@@ -83,6 +84,7 @@ def test_schedules(tmp_path: Path) -> None:
     assert simulated["1f1b"]["8"] == pytest.approx(7 / (32 + 7))  # whatever the times are: stages are equal
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(260)
 def test_memory(tmp_path: Path) -> None:
     rows = run("memory.py", tmp_path / "memory.json", *SIZES, "--layers=4", "--settings", "1f1b", "--microbatches", "2", "4")
@@ -126,6 +128,7 @@ def test_checkpoint(tmp_path: Path) -> None:
     assert ratio["disk"] > 1
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(260)
 def test_compile(tmp_path: Path) -> None:
     rows = run("compile.py", tmp_path / "compile.json", *SIZES, "--backend=eager", "--accumulation=2")

@@ -48,7 +48,10 @@ def layout(recipe: Path) -> dict[str, int]:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("recipe", RECIPES, ids=[path.stem for path in RECIPES])
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if path.stem == "llama_70b" else []) for path in RECIPES],  # 8 ranks, 40 s
+)
 def test_recipe_trains(recipe: Path, tmp_path: Path) -> None:
     options = [text for key, value in (TOY | layout(recipe)).items() for text in (f"--{key}", str(value))]
     command = [sys.executable, "-m", "lightning_3d", "fit", "--config", str(recipe), "--trainer.default_root_dir", str(tmp_path), *options]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from end_to_end.conftest import LAUNCHERS, Run, Starter
+from end_to_end.conftest import Run, Starter
 
 from lightning_3d.checkpoint import whole_steps
 
@@ -81,8 +81,10 @@ def test_sigterm(launcher: str, tell: Callable[[Run], None], code: int, start: S
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    ("launcher", "rank"),
+    [("lightning", 0), ("torchrun", 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("lightning", 1), ("torchrun", 0)))],
+)
 def test_an_exception_on_one_rank(launcher: str, rank: int, start: Starter) -> None:
     """Two callbacks want to save then, must not wait for ranks that do not come, and do not say that they have saved."""
     run = start(SCRIPT, start.folder, "--fails_on_rank", str(rank), launcher=launcher)

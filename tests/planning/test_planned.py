@@ -37,8 +37,13 @@ def planned(case: Case) -> Estimate:
     return estimate(case.build(), replace(case.setting, num_metrics=metrics), GPUS["h100-80gb"])
 
 
+SLOW = ("dp=4, hsdp", "dp=2 x tp=2, zero2", "dp=2 x pp=4, fsdp")
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=name, marks=[pytest.mark.slow] if name in SLOW else []) for name, case in CASES.items()]
+)
 def test_a_run_is_as_planned(pool, case: Case) -> None:
     plan, setting, module = planned(case), case.setting, case.build()
     for rank, seen in enumerate(pool.run(observed, case.dims.world_size, (case,), timeout_s=240)):
@@ -46,7 +51,12 @@ def test_a_run_is_as_planned(pool, case: Case) -> None:
         stage = plan.stages[coord.pp]
         own = [part for index in stage.parts for part in parts(module, setting, index, tp=coord.tp, dp=coord.dp)]
         assert seen["counts"] == (plan.numel, sum(part.local_numel for part in own))
-        assert by_kind(seen["collectives"]) == sent(stage.traffic)
+        seen_sent, planned_sent = by_kind(seen["collectives"]), sent(stage.traffic)
+        if coord.tp == 0:  # the plan is that of the rank that holds most: a vocabulary of an odd size leaves the last one a row less
+            assert seen_sent == planned_sent
+        else:
+            assert {kind: count for kind, (count, _) in seen_sent.items()} == {kind: count for kind, (count, _) in planned_sent.items()}
+            assert all(planned_sent[kind][1] * 0.99 <= nbytes <= planned_sent[kind][1] for kind, (_, nbytes) in seen_sent.items())
         assert seen["peak"] == pytest.approx(stage.peak.total, rel=0.1)
 
 

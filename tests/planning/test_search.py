@@ -22,6 +22,7 @@ def small(mib: float) -> Gpu:
     return Gpu("small", int(mib * 2**20), 1e12, 1e10, 1e9)
 
 
+@pytest.mark.slow
 def test_proposals_fit_keep_the_batch_and_come_by_time() -> None:
     case = Case(ParallelDims(dp=8), microbatches=2)
     found = search(case.build(), case.setting, small(4))

@@ -66,14 +66,20 @@ def _start(work: Any, num_threads: int) -> tuple[Connection, BaseProcess]:
     context = get_context("spawn")  # a fork would take along half of what threads were doing
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(work, theirs, num_threads), daemon=True)
-    process.start()
+    # Ctrl-C goes to all, and the parent ends the others: one that is being started must not answer it with a traceback. A child inherits
+    # what is blocked; the parent hears of a signal that came meanwhile as soon as it listens again.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     theirs.close()
     return ours, process
 
 
 def _serve(work: Any, pipe: Connection, num_threads: int) -> None:
     """In a worker: ask for a task, report on it, and ask again, as long as somebody listens."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all: the parent ends the others
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["RAYON_NUM_THREADS"] = str(num_threads)  # the tokenizer's: all cores, but no more
     os.environ["TOKENIZERS_PARALLELISM"] = str(num_threads > 1).lower()
     try:
