@@ -20,7 +20,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from lightning_3d import launched
+from lightning_3d import launched, synthetic_datamodule, text_datamodule  # noqa: F401  (classes are found by their last name once imported)
 from lightning_3d.callbacks import Checkpoint
 from lightning_3d.checkpoint import latest_checkpoint
 from lightning_3d.errors import ConfigError

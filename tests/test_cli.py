@@ -279,3 +279,21 @@ def test_one_line_keeps_the_reason_and_drops_the_frame() -> None:
       Given value type: <class 'dict'>"""
     assert one_line(message) == "model: Option 'hiden_size' is not accepted"
     assert one_line("Expected a <class 'str'>") == "Expected a <class 'str'>"
+
+
+def test_data_modules_are_found_by_their_last_name_in_a_new_process() -> None:
+    """Where nothing else has imported them, as an earlier test would have."""
+    code = """
+import sys
+from lightning_3d.__main__ import main
+for name in ("synthetic", "text"):
+    try:
+        status = main(["fit", "--config", "recipes/tiny_llama.yaml", "--data", f"configs/data/{name}.yaml", "--print_config"])
+    except SystemExit:
+        status = 0
+    assert status == 0
+"""
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert "class_path: lightning_3d.SyntheticDataModule" in run.stdout
+    assert "class_path: lightning_3d.TextDataModule" in run.stdout
