@@ -28,7 +28,7 @@ from lightning_3d.parallel.loss import vocab_parallel_argmax, vocab_parallel_chu
 from lightning_3d.parallel.microbatch import split_batch, tensor_leaves
 from lightning_3d.parallel.pipeline import split_layers
 from lightning_3d.parallel.plan import LLAMA_PLAN, Row, check_plan
-from lightning_3d.parallel.stages import Stages
+from lightning_3d.parallel.stages import Stages, global_name
 from lightning_3d.parallel.tensor import TensorParallel
 from lightning_3d.seeding import fill, materialise
 
@@ -380,7 +380,7 @@ class LlamaModule(PipelineMixin, pl.LightningModule):
     @override
     def configure_optimizers(self) -> Any:
         steps = self.trainer.max_steps if self.trainer.max_steps > 0 else int(self.trainer.estimated_stepping_batches)
-        named = [(name.split(".", 2)[2], parameter) for name, parameter in self.named_parameters()]
+        named = [(global_name(name, self), parameter) for name, parameter in self.named_parameters()]
         with torch.device("meta"):
             whole = LlamaStage(self.llama, range(self.llama.num_hidden_layers), first=True, last=True)
         optimizer, scheduler = self.optim.build(named, dict(whole.named_parameters()), steps)

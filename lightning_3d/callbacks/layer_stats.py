@@ -19,8 +19,8 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_3d.callbacks.log_due import log_due
-from lightning_3d.callbacks.ranks import global_name
 from lightning_3d.optim.clipping import parameters_of
+from lightning_3d.parallel.stages import global_name
 
 Sums = Float[Tensor, "4"]  # of squares, of zeros, of elements; and the largest absolute value
 
@@ -51,7 +51,7 @@ class LayerStats(Callback):
         if coord is not None and coord.tp and not getattr(trainer.strategy, "sequence_parallel", False):
             return
         for name, block in pl_module.named_modules():
-            if (layer := global_name(name)) == layer_of(layer) and layer.rpartition(".")[2].isdigit():
+            if (layer := global_name(name, pl_module)) == layer_of(layer) and layer.rpartition(".")[2].isdigit():
                 self._handles.append(block.register_forward_hook(lambda _, __, out, layer=layer: self._activation(layer, out)))
 
     @override
@@ -140,7 +140,7 @@ def counted_parameters(trainer: Trainer, module: LightningModule) -> Mapping[str
     """The parameters, or parts of them, that this rank counts, by their global names."""
     of_strategy = getattr(trainer.strategy, "counted_parameters", None)
     named: Iterable[tuple[str, nn.Parameter]] = of_strategy().items() if of_strategy is not None else module.named_parameters()
-    return {global_name(name): parameter for name, parameter in named}
+    return {global_name(name, module): parameter for name, parameter in named}
 
 
 def layer_of(name: str) -> str:

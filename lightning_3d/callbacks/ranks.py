@@ -30,9 +30,3 @@ def rank_name(trainer: Trainer, rank: int) -> str:
         return f"rank {rank}"
     coord = ", ".join(f"{axis}={at}" for axis, at in vars(dims.coord(rank)).items() if getattr(dims, axis) > 1)
     return f"rank {rank} ({coord})"
-
-
-def global_name(name: str) -> str:
-    """A parameter's or a module's name without the stage that holds it: ``layers.17...`` in every layout."""
-    parts = name.split(".")
-    return ".".join(parts[2:] if parts[0] == "stages" else parts)

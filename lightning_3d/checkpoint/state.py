@@ -6,7 +6,6 @@ tensors only; options of param groups are plain values and go to trainer.pt by p
 pickle a dozen of them for every parameter, half of the time of a small checkpoint).
 """
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,10 +20,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from lightning_3d.parallel.stages import global_name
+
 State = dict[str, Any]
 
 GROUPS = "optimizer_groups"  # key in trainer.pt
-_STAGE = re.compile(r"(^|\.)stages\.\d+\.")
 _OF_THIS_RUN = ("params", "foreach", "fused", "capturable", "differentiable")  # how a step is computed, not what
 
 
@@ -38,30 +38,33 @@ class OwnState:
 
     def by_file_name(self) -> State:
         """All of it, by the names in the file."""
-        named = {"model." + _global(name): value for name, value in self._model.items()}
+        named = {"model." + self._global(name): value for name, value in self._model.items()}
         for index, state in enumerate(self._states):
             for name, values in state["state"].items():
-                named |= {f"optimizer.{index}.state.{_global(name)}.{key}": value for key, value in values.items()}
+                named |= {f"optimizer.{index}.state.{self._global(name)}.{key}": value for key, value in values.items()}
         return named
 
     def take(self, loaded: State, groups: Sequence[Sequence[State]]) -> None:
         """Hand back what was loaded: tensors were filled in place, the rest is set here."""
         other = {name: value for name, value in self._model.items() if not isinstance(value, Tensor)}
         if other:
-            model = {name: loaded.get("model." + _global(name), value) for name, value in other.items()}
+            model = {name: loaded.get("model." + self._global(name), value) for name, value in other.items()}
             set_model_state_dict(self._module, model, options=StateDictOptions(strict=False))
         for name, value in self._model.items():
-            _fill(value, loaded.get("model." + _global(name), value))
+            _fill(value, loaded.get("model." + self._global(name), value))
         self._module.load_state_dict(self._module.state_dict(keep_vars=True))  # onto itself: nothing is copied, but hooks may be waiting
         for index, (optimizer, state) in enumerate(zip(self._optimizers, self._states, strict=True)):
             for name, values in state["state"].items():
-                prefix = f"optimizer.{index}.state.{_global(name)}."
+                prefix = f"optimizer.{index}.state.{self._global(name)}."
                 values |= {key: _fill(value, loaded.get(prefix + key, value)) for key, value in values.items()}
             options = {name: group for group in groups[index] for name in group["params"]}
             for group in state["param_groups"]:
-                saved = options.get(_global(group["params"][0]), {})
+                saved = options.get(self._global(group["params"][0]), {})
                 group |= {key: value for key, value in saved.items() if key not in _OF_THIS_RUN}
             set_optimizer_state_dict(self._module, optimizer, state)
+
+    def _global(self, name: str) -> str:
+        return global_name(name, self._module)
 
     def gather_groups(self) -> list[list[State]]:
         """For each optimizer the param groups of all stages, with global names; on rank 0.
@@ -72,7 +75,8 @@ class OwnState:
         Source: this project.
         """
         own = [
-            [group | {"params": [_global(name) for name in group["params"]]} for group in state["param_groups"]] for state in self._states
+            [group | {"params": [self._global(name) for name in group["params"]]} for group in state["param_groups"]]
+            for state in self._states
         ]
         everyone: list[list[list[State]]] | None = None
         if world_size() > 1:
@@ -88,10 +92,6 @@ class OwnState:
 def _fill(value: Any, loaded: Any) -> Any:
     """What was loaded; where two stages of this rank have one name, it was into the tensor of the other one."""
     return value.copy_(loaded) if isinstance(value, Tensor) and value is not loaded else loaded
-
-
-def _global(name: str) -> str:
-    return _STAGE.sub(r"\1", name)
 
 
 def rank() -> int:

@@ -3,6 +3,7 @@
 No process ever holds the whole model.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -22,6 +23,17 @@ from lightning_3d.parallel.plan import Row, apply_plan, full_numel, local_numel
 from lightning_3d.parallel.recompute import Recompute, recompute_blocks
 from lightning_3d.parallel.tensor import TensorParallel
 from lightning_3d.parallel.tied import find_tied
+
+
+def global_name(name: str, module: Any) -> str:
+    """A parameter's or a layer's name without the stage that holds it: ``layers.17...`` in every layout.
+
+    Only of a ``PipelineMixin``, which keeps them in ``stages``: another module's ``stages.3`` (ConvNeXt has such) is part of the name.
+    """
+    return _STAGE.sub("", name) if hasattr(module, "build_stage") else name
+
+
+_STAGE = re.compile(r"^stages\.\d+(\.|$)")
 
 
 @runtime_checkable

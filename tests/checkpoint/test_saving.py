@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_3d.checkpoint import Saver, is_whole
+from lightning_3d.checkpoint import Saver, is_whole, restore
 from lightning_3d.errors import CheckpointWriteError
 
 
@@ -71,3 +71,24 @@ def test_the_end_of_a_run_tells_of_the_last(parts: Any, tmp_path: Path, caplog: 
         return
     with pytest.raises(CheckpointWriteError, match="step-1 was not written"):
         writer.close(after_exception=False)
+
+
+class Stages(torch.nn.Module):
+    """A model with stages of its own, as ConvNeXt and Swin have, at the top or inside another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = torch.nn.ModuleList([torch.nn.Linear(3, 3) for _ in range(2)])
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_stages_of_a_models_own_keep_their_numbers(inside: bool, tmp_path: Path) -> None:
+    model, other = (torch.nn.ModuleDict({"net": Stages()}) if inside else Stages() for _ in range(2))
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1, momentum=0.9) for each in (model, other)]
+    sum(parameter.square().sum() for parameter in model.parameters()).backward()
+    optimizers[0].step()
+    Saver().save(str(tmp_path / "step-1"), model, optimizers[:1], {"global_step": 1})
+    restore(str(tmp_path / "step-1"), other, optimizers[1:])
+    for saved, loaded in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(saved, loaded)
+        assert torch.equal(optimizers[0].state[saved]["momentum_buffer"], optimizers[1].state[loaded]["momentum_buffer"])
