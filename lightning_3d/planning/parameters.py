@@ -14,6 +14,7 @@ from jaxtyping import Shaped
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_3d.parallel.blocks import named_blocks
 from lightning_3d.parallel.context import Attend, ContextMethod, ContextParallel
 from lightning_3d.parallel.plan import apply_plan
 from lightning_3d.parallel.recompute import recompute_blocks
@@ -163,16 +164,10 @@ def cut_stage(module: PlannedModule, setting: Setting, index: int, *, tp: int = 
     return stage, partial
 
 
-def blocks(stage: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The members of a stage's module lists and dicts by name: what FSDP and recomputation take as a unit."""
-    groups = ((name, child) for name, child in stage.named_children() if isinstance(child, nn.ModuleList | nn.ModuleDict))
-    return [(f"{name}.{key}", block) for name, group in groups for key, block in group.named_children()]
-
-
 def parts(module: PlannedModule, setting: Setting, index: int, *, tp: int = 0, dp: int = 0) -> list[Part]:
     """The parameters of stage ``index`` as the rank with coords ``tp`` and ``dp`` holds them; coord 0 holds the largest part."""
     stage, partial = cut_stage(module, setting, index, tp=tp)
-    units = [name for name, _ in blocks(stage)]
+    units = [name for name, _ in named_blocks(stage)]
     shards, found = setting.shards, []
     for name, parameter in stage.named_parameters():
         cut = tuple(parameter.shape)

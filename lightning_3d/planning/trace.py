@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.planning.parameters import blocks, cut_stage
+from lightning_3d.parallel.blocks import named_blocks
+from lightning_3d.planning.parameters import cut_stage
 from lightning_3d.planning.setting import PlannedModule, Setting
 
 TRACED_BLOCKS = 2
@@ -118,7 +119,7 @@ def _extrapolate(run: Callable[[Mapping[Any, int]], Cost], counts: dict[Any, int
 def _kinds(stage: nn.Module) -> dict[Any, list[str]]:
     """The names of a stage's blocks by what they are: class and shapes."""
     kinds: dict[Any, list[str]] = {}
-    for name, block in blocks(stage):
+    for name, block in named_blocks(stage):
         key = (type(block).__name__, tuple((key, tuple(p.shape)) for key, p in block.named_parameters()))
         kinds.setdefault(key, []).append(name)
     return kinds

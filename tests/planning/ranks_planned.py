@@ -16,6 +16,7 @@ from lightning_3d.mesh import ParallelDims
 from lightning_3d.model.config import LlamaConfig
 from lightning_3d.module import LlamaModule
 from lightning_3d.optim.adamw import AdamW
+from lightning_3d.parallel.recorder import Recorder
 from lightning_3d.parallel.schedules import stage_coords
 from lightning_3d.parallel.stages import Layout
 from lightning_3d.planning.setting import Setting
@@ -62,31 +63,6 @@ class Case:
         )
 
 
-class Collectives(TorchDispatchMode):
-    """How many collectives of each kind, by the bytes of their largest tensor."""
-
-    NAMES = {
-        "allreduce_": "all-reduce",
-        "_allgather_base_": "all-gather",
-        "_reduce_scatter_base_": "reduce-scatter",
-        "send": "send",
-    }
-    OTHERS = {"recv_", "barrier"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[tuple[str, int]] = Counter()
-        self.is_on = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.is_on and func.namespace == "c10d":
-            name = func._opname
-            if name not in self.OTHERS:
-                tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-                self.seen[self.NAMES.get(name, name), max(tensor.nbytes for tensor in tensors)] += 1
-        return func(*args, **(kwargs or {}))
-
-
 class Peak(TorchDispatchMode):
     """The most bytes that tensors' storages have at once; sizes are asked for anew each time, since FSDP changes them in place."""
 
@@ -111,17 +87,17 @@ class Peak(TorchDispatchMode):
 
 
 class Watch(pl.Callback):
-    """Notes one batch."""
+    """Notes each batch; the last one stays."""
 
     def __init__(self) -> None:
-        self.collectives, self.peak = Collectives(), Peak()
+        self.recorder, self.peak = Recorder(), Peak()
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        self.collectives.is_on = batch_idx == RECORDED_BATCH
+        self.recorder.calls = []
         self.peak.bytes = 0
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.collectives.is_on = False
+        self.sent = Counter((call.op, call.nbytes) for call in self.recorder.calls if call.op not in ("receive", "barrier"))
         self.counts = trainer.strategy.parameter_counts()
 
 
@@ -141,7 +117,7 @@ def observed(case: Case) -> dict[str, Any]:
     data = SyntheticDataModule(
         511, case.sequence_length, case.micro_batch_size, case.microbatches, mask_documents=case.mask_documents, num_samples=1 << 12
     )
-    with watch.collectives, watch.peak:
+    with watch.recorder, watch.peak:
         trainer = trainer_of(
             strategy,
             dims.world_size,
@@ -152,4 +128,4 @@ def observed(case: Case) -> dict[str, Any]:
             precision=case.precision,
         )
         trainer.fit(case.build(), datamodule=data)
-    return {"counts": watch.counts, "collectives": dict(watch.collectives.seen), "peak": watch.peak.bytes}
+    return {"counts": watch.counts, "collectives": dict(watch.sent), "peak": watch.peak.bytes}
