@@ -1,4 +1,4 @@
-"""Plans against runs: parameters and collectives exactly, memory within a tenth (most within 1 %), the bubble as its formula says."""
+"""Plans against runs: parameters and collectives exactly, memory within 1 % or what MEMORY_WITHIN says, the bubble as its formula says."""
 
 from collections import Counter
 from dataclasses import replace
@@ -37,14 +37,23 @@ def planned(case: Case) -> Estimate:
     return estimate(case.build(), replace(case.setting, num_metrics=metrics), GPUS["h100-80gb"])
 
 
+# Seen: within 0.5 % elsewhere. Where FSDP frees blocks after use, the plan takes two of them to be whole at a time, which is a guess
+# (2.7 %; 7 % with recomputation). Of the 3.8 and 3.3 % of the two pipelines the cause is not known.
+MEMORY_WITHIN = {
+    "dp=2, one microbatch": 0.03,
+    "dp=4, hsdp": 0.03,
+    "dp=2 x tp=2, fsdp": 0.08,
+    "pp=2, bf16": 0.045,
+    "pp=2, interleaved": 0.04,
+}
 SLOW = ("dp=4, hsdp", "dp=2 x tp=2, zero2", "dp=2 x pp=4, fsdp")
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, id=name, marks=[pytest.mark.slow] if name in SLOW else []) for name, case in CASES.items()]
+    ("name", "case"), [pytest.param(name, case, id=name, marks=[pytest.mark.slow] if name in SLOW else []) for name, case in CASES.items()]
 )
-def test_a_run_is_as_planned(pool, case: Case) -> None:
+def test_a_run_is_as_planned(pool, name: str, case: Case) -> None:
     plan, setting, module = planned(case), case.setting, case.build()
     for rank, seen in enumerate(pool.run(observed, case.dims.world_size, (case,), timeout_s=240)):
         coord = case.dims.coord(rank)
@@ -57,7 +66,7 @@ def test_a_run_is_as_planned(pool, case: Case) -> None:
         else:
             assert {kind: count for kind, (count, _) in seen_sent.items()} == {kind: count for kind, (count, _) in planned_sent.items()}
             assert all(planned_sent[kind][1] * 0.998 <= nbytes <= planned_sent[kind][1] for kind, (_, nbytes) in seen_sent.items())
-        assert seen["peak"] == pytest.approx(stage.peak.total, rel=0.1)
+        assert seen["peak"] == pytest.approx(stage.peak.total, rel=MEMORY_WITHIN.get(name, 0.01))
 
 
 def by_kind(collectives: dict[tuple[str, int], int]) -> dict[str, tuple[int, int]]:
