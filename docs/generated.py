@@ -19,7 +19,7 @@ PACKAGE = ROOT / "lightning_3d"
 
 AREAS = {
     "The layout": ("mesh", "checks", "strategy", "parallel"),
-    "The model": ("model", "module"),
+    "The model": ("model", "pipeline_mixin", "module"),
     "Data": ("data", "datamodule", "text_datamodule", "synthetic_datamodule", "replica_data"),
     "Optimizer": ("optim",),
     "Checkpoints": ("checkpoint", "sharded_checkpoints", "generate"),

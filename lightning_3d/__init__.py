@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lightning_3d.checkpoint import latest_checkpoint as latest_checkpoint
     from lightning_3d.datamodule import NanosetDataModule as NanosetDataModule
     from lightning_3d.module import LlamaModule as LlamaModule
-    from lightning_3d.module import PipelineMixin as PipelineMixin
+    from lightning_3d.pipeline_mixin import PipelineMixin as PipelineMixin
     from lightning_3d.strategy import ThreeDStrategy as ThreeDStrategy
     from lightning_3d.synthetic_datamodule import SyntheticDataModule as SyntheticDataModule
     from lightning_3d.text_datamodule import TextDataModule as TextDataModule
@@ -30,7 +30,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "ThreeDStrategy": "strategy",
-    "PipelineMixin": "module",
+    "PipelineMixin": "pipeline_mixin",
     "LlamaModule": "module",
     "NanosetDataModule": "datamodule",
     "SyntheticDataModule": "synthetic_datamodule",

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_3d.module import PipelineMixin
 from lightning_3d.parallel.context import ContextParallel
 from lightning_3d.parallel.loss import vocab_parallel_argmax, vocab_parallel_token_losses
 from lightning_3d.parallel.plan import Row
+from lightning_3d.pipeline_mixin import PipelineMixin
 
 VOCAB, WIDTH, HEADS, LENGTH, LAYERS = 13, 8, 2, 6, 4
 ROWS, BATCHES = 8, 4  # sequences in a global batch; batches in an epoch

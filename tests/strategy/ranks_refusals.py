@@ -12,7 +12,8 @@ from scenario import quiet, trainer_of
 from torch import Tensor, nn
 
 from lightning_3d.model.config import LlamaConfig
-from lightning_3d.module import LlamaModule, PipelineMixin
+from lightning_3d.module import LlamaModule
+from lightning_3d.pipeline_mixin import PipelineMixin
 from lightning_3d.strategy import ThreeDStrategy
 
 SIZES = {"vocab_size": 61, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 3, "max_position_embeddings": 16}
