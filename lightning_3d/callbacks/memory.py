@@ -11,8 +11,7 @@ from typing_extensions import override
 
 from lightning_3d.callbacks.log_due import log_due
 from lightning_3d.callbacks.ranks import gather
-
-GIB = 1024**3
+from lightning_3d.planning.gpus import GIB
 
 
 class Memory(Callback):

@@ -73,3 +73,26 @@ def test_one_worker_is_this_process() -> None:
     assert [next(reports), next(reports)] == [0, 1]
     with pytest.raises(ConfigError, match="2 is too many"):
         next(reports)
+
+
+def test_a_worker_that_is_being_started_does_not_hear_ctrl_c(tmp_path: Path) -> None:
+    """It would answer with a traceback of its own; the parent, which ends it, must hear."""
+    script = """
+import os, signal
+from lightning_3d.data.prepare import processes
+
+def masked(pid):
+    line = next(line for line in open(f"/proc/{pid}/status") if line.startswith("SigBlk"))
+    return int(line.split()[1], 16) >> (signal.SIGINT - 1) & 1
+
+def work(number):
+    yield number
+
+if __name__ == "__main__":
+    _, process = processes._start(work, 1)
+    print(masked(process.pid), masked(os.getpid()))
+    process.kill()
+"""
+    (tmp_path / "start.py").write_text(script)
+    done = subprocess.run([sys.executable, "start.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["1", "0"], done.stderr

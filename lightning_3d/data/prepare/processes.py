@@ -8,7 +8,7 @@ that wait for ever, or finish what they were told.
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
-from multiprocessing import get_context
+from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
@@ -68,6 +68,7 @@ def _start(work: Any, num_threads: int) -> tuple[Connection, BaseProcess]:
     process = context.Process(target=_serve, args=(work, theirs, num_threads), daemon=True)
     # Ctrl-C goes to all, and the parent ends the others: one that is being started must not answer it with a traceback. A child inherits
     # what is blocked; the parent hears of a signal that came meanwhile as soon as it listens again.
+    resource_tracker.ensure_running()  # it unblocks SIGINT when it is started, which the first process would do
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process.start()
