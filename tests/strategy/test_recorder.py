@@ -51,6 +51,7 @@ def test_ddp_reduces_once_in_one_bucket(pool: RankPool) -> None:
         Scenario(dp=2, mode="zero2"),
         Scenario(dp=2, pp=2, mode="fsdp"),
         Scenario(dp=2, pp=2, mode="fsdp", engine="zbv", virtual=2),
+        Scenario(dp=2, pp=2, mode="fsdp", engine="interleaved_1f1b", virtual=4),  # torch alone would keep but three stages whole
         Scenario(dp=4, mode="hsdp"),
     ],
     ids=lambda s: f"pp{s.pp}-{s.mode}-{s.engine}",
