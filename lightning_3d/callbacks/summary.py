@@ -99,7 +99,9 @@ def layout(trainer: Trainer) -> str:
 def in_float8(trainer: Trainer, pl_module: LightningModule) -> dict[str, str]:
     """Which linears of this rank are computed in float8, and how."""
     float8 = getattr(trainer.strategy, "float8", None)
-    return {} if float8 is None else {"float8": described(getattr(getattr(pl_module, "built", None), "float8", []), float8)}
+    built = getattr(pl_module, "built", None)
+    names, gathered = getattr(built, "float8", []), getattr(built, "float8_gathered", [])
+    return {} if float8 is None else {"float8": described(names, float8, gathered)}
 
 
 def folders(trainer: Trainer, last: str | None = None) -> dict[str, str]:

@@ -18,7 +18,7 @@ from lightning_3d.mesh import TP, Mesh, ParallelDims
 from lightning_3d.parallel.compiled import Compile, compile_blocks
 from lightning_3d.parallel.context import ContextMethod, ContextParallel
 from lightning_3d.parallel.data import DataParallel, shard_stage
-from lightning_3d.parallel.float8 import Float8, convert_linears
+from lightning_3d.parallel.float8 import Float8, convert_linears, gather_in_float8
 from lightning_3d.parallel.plan import Row, apply_plan, full_numel, local_numel
 from lightning_3d.parallel.recompute import Recompute, recompute_blocks
 from lightning_3d.parallel.tensor import TensorParallel
@@ -83,6 +83,7 @@ class Stages:
     partial: set[str] = field(default_factory=set)  # names of parameters whose gradients are partial sums over tp
     tied: dict[str, list[int]] = field(default_factory=dict)  # names that several stages hold -> pp coords of the holders
     float8: list[str] = field(default_factory=list)  # names of the linears that compute in it
+    float8_gathered: list[str] = field(default_factory=list)  # and of those whose weights FSDP sends in it
 
     @classmethod
     def build(cls, builder: StageBuilder, mesh: Mesh, device: torch.device, layout: Layout) -> "Stages":
@@ -100,7 +101,7 @@ class Stages:
             with torch.device("meta"):
                 stage = builder.build_stage(index, layout.num_stages)
             stages.check_names(index, stage)
-            stages.float8 += convert_linears(stage, layout.float8, mesh.dims.tp)
+            converted = convert_linears(stage, layout.float8, mesh.dims.tp)
             if parallelise is not None:
                 parallelise(stage, mesh.parameter_mesh)
             elif tp is not None:
@@ -111,6 +112,9 @@ class Stages:
             compile_blocks(stage, layout.compile)
             shard_stage(stage, mesh, layout.data_parallel, cpu_offload=layout.cpu_offload)
             builder.init_stage(stage, torch.device("cpu") if layout.cpu_offload else device)
+            stages.float8 += converted
+            if layout.float8 is not None and not layout.cpu_offload:  # torch copies offloaded parts before it asks what to send
+                stages.float8_gathered += gather_in_float8(stage, converted, layout.float8, mesh)
             stages.modules[index] = stage
         stages.tied = find_tied(list(stages.parameters()), mesh)
         if tied := sorted(stages.tied.keys() | stages.copies().keys()):

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from ranks_fit import Case, Record, full, trainer_for
 from ranks_precision import CONFIG
+from ranks_recorder import OneStep
 from scenario import Replica, quiet
 from torch import Tensor, nn
 
@@ -21,6 +22,7 @@ class Run:
     layout: tuple[int, int, int]
     float8: Float8 | None
     strategy: dict[str, Any] = field(default_factory=dict)
+    gathers: bool = False
 
     @property
     def world_size(self) -> int:
@@ -35,12 +37,18 @@ def fit(run: Run) -> dict[str, Any]:
     rows = ROWS // run.layout[0]
     strategy = {"batch_accumulation_per_replica": rows // MICRO, "float8": run.float8, **run.strategy}
     trainer = trainer_for(Case(run.layout, strategy=strategy, trainer={"gradient_clip_val": 0.5}), record)
+    trainer.callbacks.append(sent := OneStep())
     ids = torch.randint(0, CONFIG.vocab_size, (ROWS, 17), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": ids[:, :-1].clone(), "labels": ids[:, 1:].clone()}
     module = LlamaModule(CONFIG, AdamW(learning_rate=1e-3))
     trainer.fit(module, Replica(trainer.strategy, [batch] * 2, rows))
     assert module.built is not None
-    return record.seen | {"weights": full(dict(module.named_parameters())), "converted": module.built.float8}
+    return record.seen | {
+        "weights": full(dict(module.named_parameters())),
+        "converted": module.built.float8,
+        "gathered": module.built.float8_gathered,
+        "sent": sent.recorder.calls,
+    }
 
 
 def by_hand(recipe: Any) -> list[tuple[Tensor, Tensor]]:

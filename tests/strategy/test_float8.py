@@ -5,26 +5,33 @@ itself is off by 0.1. Over tp, where each rank scales its own part, they would b
 """
 
 import importlib.util
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from ranks_float8 import Run, by_hand, fit
 from ranks_gpt import Data
+from ranks_precision import CONFIG
 from ranks_refusals import Lengths, Plain, llama
 from test_bad_input import trainer
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.parallel.float8 import Float8, described
+from lightning_3d.parallel.recorder import Call
 from lightning_3d.testing import RankPool
 
 TOLERANCE = 1e-5
 ALL = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+LINEARS, NORMS = 32 * (32 + 16 + 16 + 32) + 3 * 32 * 48, 2 * 32  # elements of a block
 CASES = [
-    Run((2, 1, 1), Float8(emulate=True), {"data_parallel": "fsdp", "recompute": "full"}),
+    Run((2, 1, 1), Float8(emulate=True), {"data_parallel": "fsdp", "recompute": "full"}, gathers=True),
+    Run((2, 1, 1), Float8(emulate=True), {"data_parallel": "fsdp", "compile": "aot_eager"}, gathers=True),
+    Run((2, 1, 2), Float8(emulate=True), {"data_parallel": "zero2"}, gathers=True),
+    Run((4, 1, 1), Float8(emulate=True), {"data_parallel": "hsdp", "dp_replicate": 2}, gathers=True),
     Run((2, 1, 2), Float8("rowwise", emulate=True), {"data_parallel": "fsdp"}),
     Run((1, 2, 1), Float8("rowwise", emulate=True), {"sequence_parallel": True}),
-    Run((2, 2, 1), Float8(emulate=True), {"data_parallel": "fsdp"}),
+    Run((2, 2, 1), Float8(emulate=True), {"data_parallel": "fsdp"}, gathers=True),
     Run((1, 1, 1), Float8(emulate=True), {"compile": "aot_eager"}),
 ]
 
@@ -48,7 +55,7 @@ def alone(pool: RankPool) -> dict[Any, dict[str, Any]]:
     return {name: pool.run(fit, 1, (Run((1, 1, 1), float8),))[0] for name, float8 in kinds.items()}
 
 
-@pytest.mark.parametrize("run", CASES, ids=lambda run: str(run.layout))
+@pytest.mark.parametrize("run", CASES, ids=lambda run: f"{run.layout}-{run.strategy}")
 def test_layouts(run: Run, alone: dict[Any, dict[str, Any]], pool: RankPool) -> None:
     assert run.float8 is not None
     plain, without = alone[run.float8.recipe], alone[None]
@@ -58,13 +65,26 @@ def test_layouts(run: Run, alone: dict[Any, dict[str, Any]], pool: RankPool) -> 
         assert seen["losses"] == pytest.approx(plain["losses"], abs=TOLERANCE)
         assert all(name.split(".", 2)[2] in ALL for name in seen["converted"])
         assert len(seen["converted"]) == 28 // run.layout[2]
+        assert seen["gathered"] == (seen["converted"] if run.gathers else [])
+
+
+def test_fsdp_sends_float8(pool: RankPool) -> None:
+    """A byte an element of each linear, before a block's forward and backward; and once the largest value of each weight."""
+    run = Run((2, 1, 1), Float8(emulate=True), {"data_parallel": "fsdp"}, gathers=True)
+    blocks = CONFIG.num_hidden_layers
+    for seen in pool.run(fit, 2, (run,)):
+        counts = Counter(seen["sent"])
+        assert counts[Call("all-gather", "dp", LINEARS + NORMS * 4)] == 3 * blocks  # two forwards and backwards; once it stays
+        assert counts[Call("all-reduce", "dp", 4 * len(seen["gathered"]))] == 1
+        assert not counts[Call("all-gather", "dp", (LINEARS + NORMS) * 4)]
 
 
 def test_filter_and_summary(pool: RankPool) -> None:
     float8 = Float8("rowwise", ("layers.[01].mlp.*", "*.o_proj"), emulate=True)
     names = pool.run(fit, 1, (Run((1, 1, 1), float8),))[0]["converted"]
-    assert described(names, float8) == (
-        "4 layers.*.self_attn.o_proj, 2 layers.*.mlp.gate_proj, 2 layers.*.mlp.up_proj, 2 layers.*.mlp.down_proj; rowwise scales, emulated"
+    assert described(names, float8, names[:2]) == (
+        "4 layers.*.self_attn.o_proj, 2 layers.*.mlp.gate_proj, 2 layers.*.mlp.up_proj, 2 layers.*.mlp.down_proj; rowwise scales, "
+        "emulated, 2 gathered in float8"
     )
 
 
