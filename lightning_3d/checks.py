@@ -19,10 +19,10 @@ def check_run(module: Any, datamodule: Any, layout: Layout, *, engine: str, micr
     """
     dims = layout.dims
     check_engine(engine, pp=dims.pp, virtual_stages=layout.num_stages // dims.pp, microbatches=microbatches)
-    if layout.cpu_offload and (layout.data_parallel == "ddp" or dims.dp_cp == 1 or dims.tp * dims.pp > 1):
+    if layout.cpu_offload and (layout.data_parallel == "ddp" or dims.dp_cp == 1):
         raise ConfigError(
-            f"cpu_offload=True with data_parallel={layout.data_parallel}, dp={dims.dp}, tp={dims.tp}, pp={dims.pp}: it offloads shards "
-            "over dp; set data_parallel to fsdp, hsdp or zero2, dp to 2 or more, tp and pp to 1, or leave cpu_offload out"
+            f"cpu_offload=True with data_parallel={layout.data_parallel}, dp={dims.dp}, cp={dims.cp}: it offloads shards over dp x cp; set "
+            "data_parallel to fsdp, hsdp or zero2 and dp to 2 or more, or leave cpu_offload out"
         )
     if not all(hasattr(module, name) for name in ("build_stage", "pipeline_loss", "pipeline_step")):
         _check_plain(module, layout)

@@ -23,6 +23,14 @@ PP, DP, CP, TP = "pipeline_parallel", "data_parallel", "context_parallel", "tens
 REPLICATE, SHARD = "data_parallel_replicate", "data_parallel_shard"
 
 
+def backend_for(backend: str, device_type: str, *, on_cpu_too: bool) -> str:
+    """What sends a process group's tensors: a device's own backend, and gloo for those on the CPU where there are any.
+
+    Groups of a mesh take after that of the world.
+    """
+    return f"cpu:gloo,{device_type}:{backend}" if on_cpu_too and device_type != "cpu" and ":" not in backend else backend
+
+
 @dataclass(frozen=True)
 class Coord:
     """A rank's place in the mesh."""

@@ -30,7 +30,7 @@ from lightning_3d.checks import check_run
 from lightning_3d.errors import ConfigError
 from lightning_3d.faults import Faults
 from lightning_3d.interrupt import EndTogether, RankLauncher, init_worker
-from lightning_3d.mesh import Mesh, ParallelDims
+from lightning_3d.mesh import Mesh, ParallelDims, backend_for
 from lightning_3d.optim.clipping import clip_values, gradient_norm, gradients_of, is_counted, parameters_of, scale_to_norm
 from lightning_3d.parallel.compiled import Compile, check_compile
 from lightning_3d.parallel.context import ContextMethod, check_method
@@ -67,7 +67,7 @@ class ThreeDStrategy(ShardedCheckpoints):
         recompute: what the backward computes again to save memory: none, full, selective, or full in every n-th block.
         compile: torch.compile each block; the name of one of torch's backends takes that instead of inductor.
         float8: which linears are multiplied in float8, and how.
-        cpu_offload: keep shards of parameters, gradients and optimizer state on the CPU, where the optimizer runs.
+        cpu_offload: keep shards of parameters, gradients and optimizer state on the CPU, where the optimizer runs (not ``ddp``).
         async_checkpoint: write checkpoints while training goes on; it waits only for a copy of the state.
         timeout_s: seconds after which a collective that waits for other ranks fails, once the first step is done.
         first_step_timeout_s: the same until then, while ranks compile, connect and open files; at least ``timeout_s``.
@@ -199,7 +199,8 @@ class ThreeDStrategy(ShardedCheckpoints):
         self.accelerator.setup_device(self.root_device)
         root = self._module.trainer.default_root_dir
         self.faults.prepare(root, self.root_device)
-        connect_under_torchrun(self.cluster_environment, self._get_process_group_backend(), self.root_device, self._timeout)
+        self._process_group_backend = backend_for(self._get_process_group_backend(), self.root_device.type, on_cpu_too=self.cpu_offload)
+        connect_under_torchrun(self.cluster_environment, self._process_group_backend, self.root_device, self._timeout)
         self._setup_distributed()
         if self._mesh is None:  # fit, then test: new groups would leak
             self._mesh = Mesh.build(self.dims, self.root_device.type)

@@ -100,7 +100,7 @@ def sums_of(tensor: Shaped[Tensor, "..."]) -> Sums:
     if tensor.numel() == 0:
         return torch.zeros(4, dtype=torch.float64, device=tensor.device)
     squares = torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32)).double().square()
-    zeros, count = (tensor == 0).sum().double(), torch.tensor(tensor.numel(), dtype=torch.float64, device=tensor.device)
+    zeros, count = (tensor == 0).sum().double(), tensor.new_full((), tensor.numel(), dtype=torch.float64)
     return torch.stack([squares, zeros, count, tensor.abs().max().double()])
 
 
@@ -119,7 +119,7 @@ def all_reduced(sums: Mapping[str, Sums], trainer: Trainer) -> dict[str, Sums]:
     dist.all_gather_object(everyone, list(sums))
     names = list(dict.fromkeys(name for each in everyone for name in each))
     zero = torch.zeros(4, dtype=torch.float64, device=trainer.strategy.root_device)
-    table = torch.stack([sums.get(name, zero) for name in names])
+    table = torch.stack([sums.get(name, zero).to(zero.device) for name in names])  # those of offloaded weights are on the CPU
     largest = table[:, 3].clone()
     dist.all_reduce(table)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)

@@ -35,7 +35,7 @@ def shard_stage(stage: nn.Module, mesh: Mesh, mode: DataParallel, *, cpu_offload
     between microbatches, else every microbatch would pay a gather.
 
     Under ``cpu_offload`` the shards, their gradients and optimizer state lie on the CPU; parameters are copied to the device as they are
-    gathered.
+    gathered, gradients back as they are scattered. What is added up of them later, over tp and between tied stages, goes over gloo.
     """
     place = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
     if mode != "ddp" and mesh.dims.dp_cp > 1:
@@ -87,7 +87,7 @@ def local_as(tensor: Shaped[Tensor, "..."], like: Shaped[Tensor, "..."]) -> Shap
     """The inverse: a DTensor of this part, placed as another one is."""
     if not isinstance(like, DTensor):
         return tensor
-    return DTensor.from_local(tensor, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
+    return DTensor(tensor, like._spec, requires_grad=False)  # from_local() would take offloaded ones to the GPU
 
 
 def add_up(tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:

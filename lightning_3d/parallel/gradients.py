@@ -69,7 +69,7 @@ class Gradients:
 
     def deliver(self, fresh: dict[str, Tensor], scale: Float[Tensor, ""], *, reduce: bool) -> None:
         """Multiply by ``scale``, reduce over dp (and tp, and tied stages), add to ``p.grad``; while an accumulation goes on, keep them."""
-        if fresh and (scale.is_cuda or scale != 1):  # a number on a GPU is not waited for
+        if fresh and (scale.device.type != "cpu" or scale != 1):  # a number on a GPU is not waited for
             torch._foreach_mul_(list(fresh.values()), scale.to(next(iter(fresh.values()))))  # its dtype and device
         _add_to(fresh, self._unreduced)
         self._unreduced = {} if reduce else fresh

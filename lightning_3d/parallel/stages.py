@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.mesh import TP, Mesh, ParallelDims
@@ -23,6 +23,14 @@ from lightning_3d.parallel.plan import Row, apply_plan, full_numel, local_numel
 from lightning_3d.parallel.recompute import Recompute, recompute_blocks
 from lightning_3d.parallel.tensor import TensorParallel
 from lightning_3d.parallel.tied import find_tied
+
+
+def buffers_to(stage: nn.Module, device: torch.device) -> None:
+    """Move the buffers, and no parameter; those that modules share stay shared."""
+    moved: dict[int, Tensor] = {}
+    for module in stage.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))
 
 
 def global_name(name: str, module: Any) -> str:
@@ -112,6 +120,7 @@ class Stages:
             compile_blocks(stage, layout.compile)
             shard_stage(stage, mesh, layout.data_parallel, cpu_offload=layout.cpu_offload)
             builder.init_stage(stage, torch.device("cpu") if layout.cpu_offload else device)
+            buffers_to(stage, device)  # those FSDP leaves where they are
             stages.float8 += converted
             if layout.float8 is not None and not layout.cpu_offload:  # torch copies offloaded parts before it asks what to send
                 stages.float8_gathered += gather_in_float8(stage, converted, layout.float8, mesh)

@@ -126,8 +126,10 @@ def _in_schedule(
 
 
 def _gradient_nbytes(setting: Setting, stage: Sequence[Part], *, whole: bool) -> int:
-    """Of a stage's gradients: as a rank keeps them in the end, or while microbatches come."""
+    """Of a stage's gradients: as a rank keeps them in the end, with the weights where those are offloaded, or while microbatches come."""
     keeps_whole = whole and (setting.microbatches > 1 or setting.layout.dims.pp > 1)
+    if setting.layout.cpu_offload and not keeps_whole:
+        return 0
     size, shards = setting.dtype.itemsize, setting.shards
     return size * sum(part.cut_numel if keeps_whole else part.padded_numel(shards) for part in stage)
 

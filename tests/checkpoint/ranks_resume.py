@@ -60,6 +60,7 @@ class Layout:
             *["sp"] * self.sequence_parallel,
             *[f"v{self.virtual}"] * (self.virtual > 1),
             *[self.engine] * bool(self.engine),
+            *["offload"] * self.cpu_offload,
         ]
         return "-".join(parts)
 

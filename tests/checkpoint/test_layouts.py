@@ -61,6 +61,11 @@ OF_EIGHT = [
 ]
 V_SHAPED = [Layout(dp=2, pp=2, virtual=2, mode="fsdp", engine="zbv"), Layout(pp=2, virtual=2)]
 TIED = [Layout(), Layout(pp=2), Layout(dp=2, pp=2, mode="fsdp"), Layout(tp=2, pp=2), V_SHAPED[0]]  # the last: twice on one rank
+OFFLOADED = [
+    Layout(dp=2, tp=2, mode="fsdp", sequence_parallel=True, cpu_offload=True, background=True),
+    Layout(pp=2),
+    Layout(dp=2, pp=2, mode="zero2", cpu_offload=True),
+]
 TIMEOUT_S = 250  # eight processes may have to start first
 ONWARD = {"max_steps": SAVED + 3}
 
@@ -135,7 +140,7 @@ def test_resumes_elsewhere(a: Layout, b: Layout, saved: Saved, pool: RankPool, t
     check(a, b, saved, pool, tmp_path)
 
 
-@pytest.mark.parametrize(("a", "b"), pairs(TIED))
+@pytest.mark.parametrize(("a", "b"), [*pairs(TIED), *pairs(OFFLOADED)])
 def test_tied_embeddings_resume_elsewhere(a: Layout, b: Layout, saved: Saved, pool: RankPool, tmp_path: Path) -> None:
     check(a, b, saved, pool, tmp_path, tie_word_embeddings=True)
 

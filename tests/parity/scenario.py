@@ -29,6 +29,7 @@ class Scenario:
     cp: int = 1
     method: str = "ring"
     recompute: str = "none"
+    cpu_offload: bool = False
 
     @property
     def world_size(self) -> int:
@@ -75,6 +76,7 @@ class Scenario:
             "cp": self.cp,
             "cp_method": self.method if self.cp > 1 else None,
             "recompute": self.recompute,
+            "cpu_offload": self.cpu_offload,
             "sequence_parallel": self.sequence_parallel,
             "pp_engine": self.engine,
             "virtual_stages": self.virtual,

@@ -71,10 +71,17 @@ def name(s: Scenario) -> str:
         *["sp"] * s.sequence_parallel,
         *["tied"] * s.tied,
         *["chunks"] * (s.loss_chunks > 1),
+        *["offload"] * s.cpu_offload,
     ]
     return "-".join(parts)
 
 
+OFFLOADED = [
+    Scenario(2, 2, 1, sequence_parallel=True, mode="fsdp", accumulate=2, optimizer="adamw"),
+    Scenario(2, 1, 2, mode="zero2", tied=True),
+    Scenario(4, 2, 1, mode="hsdp", recompute="full"),
+    Scenario(2, 2, 2, sequence_parallel=True, mode="fsdp", tied=True, engine="zbv", virtual=2, optimizer="adamw"),
+]
 ALL = [s for case in all_cases(OPTIONS | {"loss_chunks": [1]}, allowed) if runnable(s := scenario(case))]
 PAIRWISE = [s for case in pairwise(OPTIONS, lambda c: allowed(c) and runnable(scenario(c)) and quick(c)) if (s := scenario(case))]
 
@@ -102,7 +109,7 @@ def reference(s: Scenario) -> dict[str, Any]:
 
 def check(s: Scenario, ranks: list[dict[str, Any]]) -> None:
     sizes = {"engine": s.engine if s.engine == "dualpipe_v" and s.world_size == 8 else "1f1b"}  # it takes more sequences
-    plain = reference(replace(s, sequence_parallel=False, mode="ddp", loss_chunks=1, recompute="none", **sizes))
+    plain = reference(replace(s, sequence_parallel=False, mode="ddp", loss_chunks=1, recompute="none", cpu_offload=False, **sizes))
     held: set[str] = set()
     for rank, seen in enumerate(ranks):
         assert (seen["losses"], seen["norms"]) == (ranks[0]["losses"], ranks[0]["norms"]), f"rank {rank} sees other numbers"
@@ -131,6 +138,11 @@ def test_layout_equals_one_process(s: Scenario, pool: RankPool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("s", sorted(set(ALL) - set(PAIRWISE), key=lambda s: s.world_size), ids=name)
 def test_every_layout_equals_one_process(s: Scenario, pool: RankPool) -> None:
+    check(s, pool.run(run, s.world_size, (s,)))
+
+
+@pytest.mark.parametrize("s", [replace(s, cpu_offload=True) for s in OFFLOADED], ids=name)
+def test_offloaded_layouts_equal_one_process(s: Scenario, pool: RankPool) -> None:
     check(s, pool.run(run, s.world_size, (s,)))
 
 
