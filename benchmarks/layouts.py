@@ -67,7 +67,7 @@ def summary(ranks: list[Costs], tokens: int, dp: int) -> dict[str, Any]:
 
 
 def show(results: dict[str, dict[str, Any]]) -> None:
-    table = Table("layout", title="against the plain one-process loop: medians [and quartiles]")
+    table = Table("layout", title="against the plain one-process loop: medians (and quartiles)")
     for column in ("tokens/s", "plain", "MiB a rank", "CPU-s per 1,000", "plain", "ratio", "target", "plain on all ranks"):
         table.add_column(column, justify="right")
     for name, row in results.items():

@@ -6,13 +6,16 @@ after it, and the median of these ratios is what counts. Segments begin after a 
 kind of segment, the plain loop on all ranks at once, says what company alone costs on the machine: no layout can be below it but by chance.
 
 CPU-seconds are user + system of all threads of a rank: what the kernel copies for a collective is in them, waiting is not. Peak memory
-is how much the resident set of a rank grew, from before the model to the end of the warm-up.
+is how much the resident set of a rank grew, from before the model to the end of the warm-up; ``growth`` takes it without what the
+allocator keeps, in steps that nobody times.
 """
 
+import ctypes
+import gc
 import logging
 import warnings
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,7 @@ from lightning_3d.strategy import ThreeDStrategy
 Batch = dict[str, Tensor]
 BATCHES = 8  # of random tokens, used in turn
 LEARNING_RATE, BETAS, WEIGHT_DECAY = 3e-4, (0.9, 0.95), 0.1
+M_MMAP_THRESHOLD, SMALL_NBYTES = -3, 65536  # mallopt's number for the size from which on a block is mapped on its own
 
 
 @dataclass(frozen=True)
@@ -129,8 +133,8 @@ class Costs:
 class TakeTurns(pl.Callback):
     """After the warm-up: segments of the plain loop on rank 0, of it on all ranks at once, of the Trainer, and so on."""
 
-    def __init__(self, setting: Setting) -> None:
-        self.setting, self.costs = setting, Costs()
+    def __init__(self, setting: Setting, *, company: bool = True) -> None:
+        self.setting, self.company, self.costs = setting, company, Costs()
         self._base_nbytes = forget_peak()
         self._loop: PlainLoop | None = None
 
@@ -157,7 +161,7 @@ class TakeTurns(pl.Callback):
         if dist.get_rank() == 0:
             self.costs.alone.append(self._loop.segment())
         dist.barrier()
-        if dist.get_world_size() > 1:
+        if self.company and dist.get_world_size() > 1:
             self.costs.at_once.append(self._loop.segment())
             dist.barrier()
 
@@ -172,16 +176,39 @@ class Replica:
         return self.setting.batches(self.strategy.mesh.coord.dp)
 
 
-def fit(setting: Setting, layout: dict[str, Any]) -> Costs:
-    """Train in a layout and in the plain loop by turns; on every rank of a process group, or on one process without."""
+def fit(setting: Setting, layout: dict[str, Any], *, company: bool = True) -> Costs:
+    """Train in a layout and in the plain loop by turns; on every rank of a process group, or on one process without.
+
+    Without ``company`` the plain loop never runs on all ranks at once.
+    """
     quiet()
-    turns = TakeTurns(setting)
+    turns = TakeTurns(setting, company=company)
     strategy = ThreeDStrategy(batch_accumulation_per_replica=setting.accumulation, **layout)
     steps = setting.warmup + setting.steps * setting.segments
     trainer = bare_trainer(strategy, max_steps=steps, gradient_clip_val=setting.clip or None, callbacks=[turns])
     optim = AdamW(LEARNING_RATE, *BETAS, weight_decay=WEIGHT_DECAY, lr_decay_style="constant")
     trainer.fit(LlamaModule(setting.llama, optim), Replica(setting, strategy))
     return turns.costs
+
+
+def growth(setting: Setting, layout: dict[str, Any], loss_chunks: int = 1) -> int:
+    """Train some steps and give the most bytes held at one time; on every rank of a pool, which may call it again.
+
+    Large tensors are mapped one by one and given back at once, so that the resident set is what is held. By default glibc keeps what
+    was freed, for some 1.3 times as much after one run and for more after several.
+    """
+    quiet()
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # glibc
+        libc.mallopt(M_MMAP_THRESHOLD, SMALL_NBYTES)
+        gc.collect()
+        libc.malloc_trim(0)
+    strategy = ThreeDStrategy(batch_accumulation_per_replica=setting.accumulation, **layout)
+    trainer = bare_trainer(strategy, max_steps=setting.steps)
+    base = forget_peak()
+    module = LlamaModule(setting.llama, AdamW(lr_decay_style="constant"), loss_chunks=loss_chunks)
+    trainer.fit(module, Replica(setting, strategy))
+    return peak_nbytes() - base
 
 
 def bare_trainer(strategy: ThreeDStrategy, **options: Any) -> pl.Trainer:
@@ -199,10 +226,11 @@ def bare_trainer(strategy: ThreeDStrategy, **options: Any) -> pl.Trainer:
     )
 
 
-def options(parser: ArgumentParser, argv: list[str] | None) -> tuple[Namespace, Setting]:
-    """A benchmark's own options, and the setting, every field of which is an option."""
+def options(parser: ArgumentParser, argv: list[str] | None, sizes: Mapping[str, int] | None = None) -> tuple[Namespace, Setting]:
+    """A benchmark's own options, and the setting, every field of which is an option; ``sizes`` are defaults of this benchmark."""
     for each in fields(Setting):
-        parser.add_argument(f"--{each.name.replace('_', '-')}", type=type(each.default), default=each.default)
+        default = (sizes or {}).get(each.name, each.default)
+        parser.add_argument(f"--{each.name.replace('_', '-')}", type=type(each.default), default=default)
     parsed = parser.parse_args(argv)
     return parsed, Setting(**{each.name: getattr(parsed, each.name) for each in fields(Setting)})
 

@@ -3,25 +3,23 @@
     OMP_NUM_THREADS=1 python benchmarks/memory.py [--settings 1f1b afab] [--microbatches 4 16 --hidden 256 ...]
 
 Prints a table and writes benchmarks/results/memory.json. Two ranks; the peak is how much the resident set of a rank grew from before the
-model to the end: weights, gradients and moments are in it. The rows of a microbatch stay the same, so with 4 times as many of them a
-batch is 4 times as large: under 1F1B the peak stays, under afab it grows with the batch.
+model to the end: weights, gradients and moments are in it, what the allocator keeps is not (measure.growth). The rows of a microbatch
+stay the same, so with 4 times as many of them a batch is 4 times as large: under 1F1B the peak stays, under afab it grows with the batch.
 """
 
 from argparse import ArgumentParser
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from figures import write
-from measure import Replica, Setting, bare_trainer, forget_peak, peak_nbytes, quiet
+from layouts import HOUR_S
+from measure import Setting, growth, options
 from rich.console import Console
 from rich.table import Table
 
-from lightning_3d.module import LlamaModule
-from lightning_3d.optim.adamw import AdamW
 from lightning_3d.parallel.schedules import ENGINES, actions
 from lightning_3d.parallel.timeline import most_held
-from lightning_3d.strategy import ThreeDStrategy
 from lightning_3d.testing import RankPool
 
 RANKS = 2
@@ -34,8 +32,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "1f1b, recompute=selective": {"pp_engine": "1f1b", "recompute": "selective"},
     "1f1b, loss_chunks=8": {"pp_engine": "1f1b", "loss_chunks": 8},
 }
-SIZES = {"layers": 8, "sequence": 512, "vocabulary": 8192, "steps": 4}
-HOUR_S = 3600.0
+SIZES = {"layers": 8, "vocabulary": 8192, "steps": 2}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -43,38 +40,31 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS), metavar="SETTING", help="of %(choices)s")
     parser.add_argument("--microbatches", nargs=2, type=int, default=(4, 16))
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results/memory.json")
-    for each in fields(Setting):
-        parser.add_argument(f"--{each.name.replace('_', '-')}", type=type(each.default), default=SIZES.get(each.name, each.default))
-    parsed = parser.parse_args(argv)
-    setting = Setting(**{each.name: getattr(parsed, each.name) for each in fields(Setting)})
-    results = {name: measure(name, setting, parsed.microbatches) for name in parsed.settings}
+    parsed, setting = options(parser, argv, SIZES)
+    with RankPool() as pool:
+        run(pool, replace(setting, steps=1, sequence=16), {})  # what libraries take when they are first used is in no figure
+        results = {name: measure(name, pool, setting, parsed.microbatches) for name in parsed.settings}
     show(results)
     write(parsed.output, results, asdict(setting))
 
 
-def measure(name: str, setting: Setting, microbatches: tuple[int, int]) -> dict[str, Any]:
+def measure(name: str, pool: RankPool, setting: Setting, microbatches: tuple[int, int]) -> dict[str, Any]:
     """MiB of each rank, and the forwards whose activations its schedule keeps at one time, by the number of microbatches."""
-    options, figures = SETTINGS[name], dict[str, Any]()
-    engine, virtual = options["pp_engine"], options.get("virtual_stages", ENGINES[options["pp_engine"]].virtual_stages[0])
+    chosen, figures = SETTINGS[name], dict[str, Any]()
+    engine = chosen["pp_engine"]
+    virtual = chosen.get("virtual_stages", ENGINES[engine].virtual_stages[0])
     for count in microbatches:
-        with RankPool() as pool:  # of its own: what one run leaves to the allocator is another's
-            peaks = pool.run(fit, RANKS, (replace(setting, accumulation=count), options), timeout_s=HOUR_S)
+        peaks = run(pool, replace(setting, accumulation=count), chosen)
         held = [most_held(row) / virtual for row in actions(engine, RANKS, virtual, count)]
         figures[str(count)] = {"peak_mib": [peak / 2**20 for peak in peaks], "held": held}
     few, many = (max(figures[str(count)]["peak_mib"]) for count in microbatches)
     return figures | {"growth": many / max(few, 1e-9)}
 
 
-def fit(setting: Setting, options: dict[str, Any]) -> int:
-    """Train and give the growth of the resident set, in bytes; on every rank."""
-    quiet()
-    chunks = options.get("loss_chunks", 1)
-    given = {key: value for key, value in options.items() if key != "loss_chunks"}
-    strategy = ThreeDStrategy(pp=RANKS, batch_accumulation_per_replica=setting.accumulation, **given)
-    trainer = bare_trainer(strategy, max_steps=setting.steps)
-    base = forget_peak()
-    trainer.fit(LlamaModule(setting.llama, AdamW(lr_decay_style="constant"), loss_chunks=chunks), Replica(setting, strategy))
-    return peak_nbytes() - base
+def run(pool: RankPool, setting: Setting, chosen: dict[str, Any]) -> list[int]:
+    """The most bytes that each rank holds."""
+    layout = {key: value for key, value in chosen.items() if key != "loss_chunks"}
+    return pool.run(growth, RANKS, (setting, {"pp": RANKS} | layout, chosen.get("loss_chunks", 1)), timeout_s=HOUR_S)
 
 
 def show(results: dict[str, dict[str, Any]]) -> None:

@@ -1,6 +1,6 @@
 """The time of a step under each schedule of the pipeline, against the ideal of its own stage times, and its bubble.
 
-    OMP_NUM_THREADS=1 python benchmarks/schedules.py [--engines 1f1b zbv] [--accumulation 8 --steps 20 --hidden 512 ...]
+    OMP_NUM_THREADS=1 python benchmarks/schedules.py [--engines 1f1b zbv] [--accumulation 16 --steps 20 --hidden 512 ...]
 
 Prints tables and writes benchmarks/results/schedules.json. On two ranks every action (forward, backward, halves of a backward) is timed
 where it computes. The *ideal* is the simulation of the schedule's list of actions with these times and messages that take none, so it has
@@ -14,7 +14,7 @@ import time
 from argparse import ArgumentParser
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -22,7 +22,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from figures import shown, spread, write
-from measure import Replica, Setting, bare_trainer, quiet
+from layouts import HOUR_S
+from measure import Replica, Setting, bare_trainer, options, quiet
 from rich.console import Console
 from rich.table import Table
 
@@ -36,9 +37,8 @@ from lightning_3d.testing import RankPool
 
 RANKS = 2
 TARGET = 1.05
-SIZES = {"hidden": 512, "layers": 8, "ffn": 1376, "sequence": 256, "accumulation": 8, "steps": 20, "vocabulary": 512}
+SIZES = {"hidden": 384, "layers": 8, "ffn": 1024, "vocabulary": 512, "micro_batch": 1, "accumulation": 8, "warmup": 2, "steps": 10}
 SIMULATED = (2, 4, 8, 16, 32, 64)
-HOUR_S = 3600.0
 
 
 @dataclass
@@ -54,10 +54,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=list(ENGINES), metavar="ENGINE", help="of %(choices)s")
     parser.add_argument("--ranks", nargs="+", type=int, default=SIMULATED, help="to simulate")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results/schedules.json")
-    for each in fields(Setting):
-        parser.add_argument(f"--{each.name.replace('_', '-')}", type=type(each.default), default=SIZES.get(each.name, each.default))
-    parsed = parser.parse_args(argv)
-    setting = Setting(**{each.name: getattr(parsed, each.name) for each in fields(Setting)})
+    parsed, setting = options(parser, argv, SIZES)
     results: dict[str, Any] = {"measured": {}, "simulated": {}}
     with RankPool() as pool:
         for engine in parsed.engines:
@@ -160,7 +157,7 @@ def bubble_of(engine: str, virtual: int, ranks: int, microbatches: int, work_s: 
 
 
 def show(results: dict[str, Any], microbatches: int) -> None:
-    table = Table("schedule", title=f"a step on {RANKS} ranks, {microbatches} microbatches: medians [and quartiles]")
+    table = Table("schedule", title=f"a step on {RANKS} ranks, {microbatches} microbatches: medians (and quartiles)")
     for column in ("stages a rank", "seconds", "ideal", "ratio", "target", "bubble", "of the ideal", "formula"):
         table.add_column(column, justify="right")
     for name, row in results["measured"].items():

@@ -131,10 +131,12 @@ def test_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(260)
 def test_compile(tmp_path: Path) -> None:
-    rows = run("compile.py", tmp_path / "compile.json", *SIZES, "--backend=eager", "--accumulation=2")
-    assert list(rows) == ["eager", "compiled, empty cache", "compiled, filled cache"]
-    for row in rows.values():
-        assert row["start_s"] > 0
+    results = run("compile.py", tmp_path / "compile.json", *SIZES, "--backend=eager", "--accumulation=2", "--repeats=2")
+    assert list(results["training"]) == ["eager", "compiled, empty cache", "compiled, filled cache"]
+    assert all(row["start_s"] > 0 for row in results["training"].values())
+    assert list(results["parts"]) == ["first graph", "norm", "loss", "block"]
+    assert all(min(row["first_s"], row["filled_cache_s"]) > row["compiled_s"] > 0 for row in results["parts"].values())
+    for row in (*results["training"].values(), *results["parts"].values()):
         assert 0 < row["ratio"]["low"] <= row["ratio"]["high"]
 
 
