@@ -3,9 +3,9 @@
     with RankPool() as pool:
         losses = pool.run(train_two_steps, world_size=4, args=(recipe,))
 
-Importing torch and Lightning takes seconds, so the processes stay alive between calls, in one group for each world size, with one default
-process group each: torch caches meshes by their shape, so a process must not leave its group for another. A call that fails or outlives
-its time ends the processes of its group; the next call starts new ones.
+Importing torch and Lightning takes seconds, so one server imports them and the processes are its forks. They stay alive between calls, in
+one group for each world size, with one default process group each: torch caches meshes by their shape, so a process must not leave its
+group for another. A call that fails or outlives its time ends the processes of its group; the next call starts new ones.
 """
 
 import datetime
@@ -20,13 +20,14 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 GLOO_TIMEOUT_S = 60
 MAX_PROCESSES = 8
+PRELOADED = ["torch.distributed.fsdp", "torch.distributed.pipelining", "lightning_3d.module", "lightning_3d.strategy"]
 MAX_CALLS = 100  # each call leaves process groups behind, with two threads each
 
 
@@ -86,14 +87,17 @@ class _Group:
     def __init__(self, world_size: int) -> None:
         self.calls = 0
         self._folder = tempfile.TemporaryDirectory(prefix="ranks_")
-        self._workers: list[tuple[SpawnProcess, Connection]] = []
+        self._workers: list[tuple[ForkServerProcess, Connection]] = []
         port = _free_port()
         # A process has one thread unless the caller says otherwise: 8 processes on few cores gain nothing from more.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)  # only what starts no thread and touches no device
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, rank, world_size, port, str(self._stacks(rank))), daemon=True)
+            settings = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+            environment = {**os.environ, **settings, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GROUP_RANK": "0"}
+            process = context.Process(target=_work, args=(theirs, environment, str(self._stacks(rank))), daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))
@@ -149,16 +153,16 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _work(connection: Connection, rank: int, world_size: int, port: int, stacks: str) -> None:
+def _work(connection: Connection, environment: dict[str, str], stacks: str) -> None:
+    """A rank: ``environment`` is that of the caller, and what torchrun sets, so that a Trainer finds the processes as it would there."""
     file = open(stacks, "w")  # noqa: SIM115  (faulthandler keeps it)
     faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
     try:
         import torch
         import torch.distributed as dist
 
-        # The variables of torchrun, so that a Trainer made by the function finds the processes as it would there.
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
-        os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "TORCHELASTIC_RUN_ID": "rank_pool"}
+        os.environ.clear()
+        os.environ |= environment | {"TORCHELASTIC_RUN_ID": "rank_pool"}
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=GLOO_TIMEOUT_S))
         while True:
             function, args = connection.recv()
