@@ -9,6 +9,7 @@ The loss is a sum over the global batch divided by its number of tokens, so grad
 """
 
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Literal, get_args
 
 import torch
@@ -43,10 +44,26 @@ def shard_stage(stage: nn.Module, mesh: Mesh, mode: DataParallel, *, cpu_offload
         for block in blocks_of(stage):
             fully_shard(block, mesh=mesh.fsdp_mesh, reshard_after_forward=reshard, offload_policy=place)
         fully_shard(stage, mesh=mesh.fsdp_mesh, reshard_after_forward=False, offload_policy=place)
+        if reshard:
+            gather_ahead(stage)
     for module in stage.modules():  # also where parallelize_stage() sharded under "ddp"
         if isinstance(module, FSDPModule):  # the second call alone fails on gloo, and neither recurses
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
+
+
+def gather_ahead(stage: nn.Module) -> None:
+    """In the forward, let FSDP gather each block before the one before it computes, the first one before what comes before the blocks.
+
+    By itself FSDP asks for a block's parameters when its turn comes, which is early enough only while the CPU is ahead of the GPU. In the
+    backward it asks one block ahead anyway.
+    """
+    units = [(stage, block) for block in [*blocks_of(stage)][:1]]
+    units += [pair for child in stage.children() if isinstance(child, nn.ModuleList | nn.ModuleDict) for pair in pairwise(child.children())]
+    for unit, block in units:
+        assert isinstance(unit, FSDPModule)
+        assert isinstance(block, FSDPModule)
+        unit.set_modules_to_forward_prefetch([block])
 
 
 def set_last_microbatch(stage: nn.Module, last: bool) -> None:

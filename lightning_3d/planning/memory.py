@@ -9,13 +9,16 @@ is the whole batch. Weights that autocast has converted stay until the step ends
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from typing import Literal
 
 from lightning_3d.parallel.timeline import Action
 from lightning_3d.planning.parameters import Part
 from lightning_3d.planning.setting import Setting
 from lightning_3d.planning.trace import Cost
 
-LOOKAHEAD = 2  # blocks that FSDP holds at once: the one at work, and the next
+During = Literal["forward", "backward", "between"]  # microbatches
+# Blocks that FSDP holds at once: the one at work and the next; in the forward also what the one at work was gathered into.
+LOOKAHEAD = {"forward": 3, "backward": 2, "between": 2}
 
 
 @dataclass(frozen=True)
@@ -103,26 +106,26 @@ def _in_schedule(
     in_flight = dict.fromkeys(stages, 0)
     has_gradients: set[int] = set()
 
-    def memory(extra: int, extra_on: int, *, between: bool) -> Memory:
+    def memory(extra: int, extra_on: int, during: During) -> Memory:
         gradients = sum(_gradient_nbytes(setting, stages[index], whole=True) for index in has_gradients)
         logits = in_flight.get(last_stage, 0) * costs[last_stage].logits if last_stage in stages else 0
         activations = sum(count * costs[index].kept for index, count in in_flight.items()) - logits
         extras = {"logits": logits + extra} if extra_on == last_stage else {"logits": logits}
         activations += extra if extra_on != last_stage else 0
-        gathered = sum(_gathered_nbytes(setting, stage, all_blocks=between) for stage in stages.values())
+        gathered = sum(_gathered_nbytes(setting, stage, during) for stage in stages.values())
         return replace(rest, gradients=gradients, activations=activations, gathered=gathered, **extras)
 
     for action in row:
         index, kind, _ = action
         if kind == "F":
             in_flight[index] += 1
-            yield Moment(action, memory(costs[index].forward_extra, index, between=False))
+            yield Moment(action, memory(costs[index].forward_extra, index, "forward"))
             continue
-        yield Moment(action, memory(costs[index].backward_extra, index, between=False))
+        yield Moment(action, memory(costs[index].backward_extra, index, "backward"))
         if kind != "I":
             in_flight[index] -= 1
             has_gradients.add(index)
-            yield Moment(action, memory(0, index, between=True))
+            yield Moment(action, memory(0, index, "between"))
 
 
 def _gradient_nbytes(setting: Setting, stage: Sequence[Part], *, whole: bool) -> int:
@@ -134,7 +137,7 @@ def _gradient_nbytes(setting: Setting, stage: Sequence[Part], *, whole: bool) ->
     return size * sum(part.cut_numel if keeps_whole else part.padded_numel(shards) for part in stage)
 
 
-def _gathered_nbytes(setting: Setting, stage: Sequence[Part], *, all_blocks: bool) -> int:
+def _gathered_nbytes(setting: Setting, stage: Sequence[Part], during: During) -> int:
     """Of what FSDP holds whole: all of it, or but the blocks at work."""
     if setting.shards == 1:
         return 0
@@ -142,7 +145,7 @@ def _gathered_nbytes(setting: Setting, stage: Sequence[Part], *, all_blocks: boo
     units: dict[str, int] = {}
     for part in stage:
         units[part.unit] = units.get(part.unit, 0) + size * part.cut_numel
-    if layout.data_parallel == "zero2" or layout.dims.pp > 1 or (all_blocks and setting.microbatches > 1):
+    if layout.data_parallel == "zero2" or layout.dims.pp > 1 or (during == "between" and setting.microbatches > 1):
         return sum(units.values())
-    at_work = sorted((nbytes for unit, nbytes in units.items() if unit), reverse=True)[:LOOKAHEAD]
+    at_work = sorted((nbytes for unit, nbytes in units.items() if unit), reverse=True)[: LOOKAHEAD[during]]
     return units.get("", 0) + sum(at_work)

@@ -93,3 +93,15 @@ def test_the_bubble_is_the_schedules(engine: str, virtual: int, pp: int, microba
     case = Case(ParallelDims(pp=pp), {"pp_engine": engine, "virtual_stages": virtual}, microbatches=microbatches)
     waits = (pp - 1) / virtual
     assert planned(case).bubble == pytest.approx(waits / (microbatches + waits))
+
+
+def test_what_is_offloaded_takes_no_memory_of_the_device() -> None:
+    """Nor do gradients once they are sharded; while microbatches come they are whole, and on the device."""
+    here = Case(ParallelDims(dp=2, tp=2, pp=2), {"data_parallel": "fsdp"})
+    there = replace(here, strategy=here.strategy | {"cpu_offload": True})
+    for stage, other in zip(planned(here).stages, planned(there).stages, strict=True):
+        for moment, offloaded in zip(stage.moments, other.moments, strict=True):
+            in_schedule = moment.action is not None
+            memory = replace(moment.memory, weights=0, optimizer=0, **({} if in_schedule else {"gradients": 0}))
+            assert offloaded.memory == memory
+        assert other.peak.gradients > 0
