@@ -5,8 +5,11 @@
 Prints a table and writes benchmarks/results/checkpoint.json. By turns in the same run: the plain save is one file,
 written by rank 0 of the replicas, flushed and fsynced, as ours are; the plain load is `torch.load` and `load_state_dict` of model and
 optimizer on every rank, which looks at no checksums, where ours does. What was just written is read from the page cache, by both. All
-ranks begin together, and the slowest counts. A stall is what `save` with `async_checkpoint` keeps training from, over the save in the
-foreground before it.
+ranks begin together, and the slowest counts.
+
+Then the same run goes on, with and without `async_checkpoint`'s saves by turns: `--steps` steps, then as many that begin with a save,
+then a save in the foreground, of which are shares: the stall, until `save` returns; the wait before the optimizer, for what is left of the
+copy; and the loss, both of them and the slower steps: what steps with a save take longer than those before and after.
 """
 
 import os
@@ -14,6 +17,7 @@ import time
 from argparse import ArgumentParser
 from collections.abc import Callable
 from dataclasses import asdict, fields
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -34,9 +38,13 @@ from lightning_3d.strategy import ThreeDStrategy
 from lightning_3d.testing import RankPool
 
 SIZES = {"hidden": 768, "layers": 6, "heads": 12, "kv_heads": 6, "ffn": 2048, "vocabulary": 8192, "sequence": 32}
+SIZES |= {"micro_batch": 1, "accumulation": 2}  # a step is longer than the copy, but not so long that the loss is within its noise
 LAYOUTS = ("dp=1", "dp=2", "pp=2")
-TARGETS = {"save": ">= 0.90", "load": ">= 0.90", "stall": "<= 0.10", "disk": "<= 1.02"}
+TARGETS = {"save": ">= 0.90", "load": ">= 0.90", "stall": "", "wait": "", "loss": "<= 0.10", "disk": "<= 1.02"}
 HOUR_S = 3600.0
+FOLDER = "step-1"
+
+Taken = dict[str, list[float]]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -59,68 +67,124 @@ def measure(name: str, setting: Setting, repeats: int, folder: str | None) -> di
     arguments = layout(name)
     world_size = arguments.get("dp", 1) * arguments.get("tp", 1) * arguments.get("pp", 1)
     with RankPool() as pool, TemporaryDirectory(dir=folder) as place:
-        return pool.run(fit, world_size, (setting, arguments, repeats, place), timeout_s=HOUR_S)[0]
+        ranks = pool.run(fit, world_size, (setting, arguments, repeats, place), timeout_s=HOUR_S)
+        written = sum(path.stat().st_size for path in (Path(place) / FOLDER).iterdir())
+    slowest = {name: [max(each) for each in zip(*(taken[name] for taken, _ in ranks), strict=True)] for name in ranks[0][0]}
+    return figures(slowest, written, 3 * 4 * ranks[0][1])
 
 
-def fit(setting: Setting, arguments: dict[str, Any], repeats: int, place: str) -> dict[str, Any]:
-    """Train one step, so that there are moments, then measure; on every rank."""
+def fit(setting: Setting, arguments: dict[str, Any], repeats: int, place: str) -> tuple[Taken, int]:
+    """Train, and measure on the way; on every rank. Seconds, and the number of parameters."""
     quiet()
     strategy = ThreeDStrategy(batch_accumulation_per_replica=setting.accumulation, **arguments)
-    turns = TakeTurns(repeats, Path(place))
-    trainer = bare_trainer(strategy, max_steps=1, callbacks=[turns])
+    beside, training = BesidePlain(repeats, Path(place)), WhileTraining(setting.steps, 2 * repeats + 1, Path(place))
+    trainer = bare_trainer(strategy, max_steps=1 + training.steps * training.segments, callbacks=[beside, training])
     trainer.fit(LlamaModule(setting.llama, AdamW(lr_decay_style="constant")), Replica(setting, strategy))
-    return turns.figures
+    return beside.taken | training.taken, strategy.parameter_counts()[0]
 
 
-class TakeTurns(pl.Callback):
-    """When the step is done: saves and loads, ours and plain, one after the other."""
+class BesidePlain(pl.Callback):
+    """After the first step, when there are moments: saves and loads, ours and plain, one after the other."""
 
     def __init__(self, repeats: int, place: Path) -> None:
         self.repeats, self.place = repeats, place
-        self.figures: dict[str, Any] = {}
+        self.taken: Taken = {}
 
-    def on_train_end(self, trainer: Any, module: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Measure; what is saved and loaded is the same each time."""
+        if batch_idx:
+            return
         (optimizer,) = trainer.optimizers
-        ours, plain = self.place / "step-1", self.place / f"plain-{trainer.strategy.mesh.coord.pp}.pt"
-        foreground, background = trainer.strategy.saver, Saver(in_background=True)
-        background.connect()
-
-        def save(saver: Saver) -> float:
-            trainer.strategy.saver = saver
-            dist.barrier()
-            if dist.get_rank() == 0:
-                remove(ours)
-            taken = seconds(lambda: trainer.save_checkpoint(ours))
-            saver.wait()
-            return taken
-
+        ours, plain = self.place / FOLDER, self.place / f"plain-{trainer.strategy.mesh.coord.pp}.pt"
         actions: dict[str, Callable[[], float]] = {
             "plain save": lambda: seconds(lambda: save_plain(plain, module, optimizer, writes=trainer.strategy.mesh.coord.dp == 0)),
-            "save": lambda: save(foreground),
+            "save": lambda: save(trainer, ours, trainer.strategy.saver),
             "plain load": lambda: seconds(lambda: load_plain(plain, module, optimizer)),
             "load": lambda: seconds(lambda: restore(str(ours), module, [optimizer])),
-            "stall": lambda: save(background),
         }
-        warm = {name: action() for name, action in actions.items()}  # files and buffers are new
-        taken = {name: [action()] for name, action in actions.items() if name.startswith("plain")}
-        taken |= {name: [] for name in actions if name not in taken}
+        for action in actions.values():  # files are new
+            action()
+        self.taken = {name: [action()] if name.startswith("plain") else [] for name, action in actions.items()}
         for _ in range(self.repeats):
-            for name in ("save", "plain save", "load", "plain load", "stall"):
-                taken[name].append(actions[name]())
-        written = sum(path.stat().st_size for path in ours.iterdir())
-        numel, _ = trainer.strategy.parameter_counts()
-        self.figures = figures(taken, warm["stall"], written, 3 * 4 * numel)
+            for name in ("save", "plain save", "load", "plain load"):
+                self.taken[name].append(actions[name]())
 
 
-def figures(taken: dict[str, list[float]], first_stall_s: float, written: int, held: int) -> dict[str, Any]:
+class Timed(Saver):
+    """Takes the time that training waits before the optimizer."""
+
+    waited_s = 0.0
+
+    def wait_for_copy(self) -> None:
+        """What training waits for."""
+        start = time.perf_counter()
+        super().wait_for_copy()
+        self.waited_s += time.perf_counter() - start
+
+
+class WhileTraining(pl.Callback):
+    """After the first step: segments of some steps, every second of which begins with a save in the background."""
+
+    def __init__(self, steps: int, segments: int, place: Path) -> None:
+        self.steps, self.segments, self.folder = steps, segments, place / FOLDER
+        self.taken: Taken = {name: [] for name in ("steps", "steps with a save", "stall", "wait", "save between steps")}
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        """What saves in the background, and what in the foreground."""
+        self._foreground, self._background = trainer.strategy.saver, Timed(in_background=True)
+        self._background.connect()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """A segment ends here, and the next one begins."""
+        done, inside = divmod(batch_idx, self.steps)
+        if inside:
+            return
+        if done:
+            self._end(trainer, with_save=done % 2 == 0)
+        else:
+            for _ in range(2):  # buffers are new, and the first does not know what this rank writes
+                save(trainer, self.folder, self._background)
+        if done < self.segments:
+            self._begin(trainer, with_save=done % 2 == 1)
+
+    def _begin(self, trainer: Any, *, with_save: bool) -> None:
+        dist.barrier()
+        self._start_s, self._background.waited_s = time.perf_counter(), 0.0
+        if with_save:
+            self.taken["stall"].append(save(trainer, self.folder, self._background, waits=False))
+
+    def _end(self, trainer: Any, *, with_save: bool) -> None:
+        dist.barrier()
+        self.taken["steps with a save" if with_save else "steps"].append(time.perf_counter() - self._start_s)
+        if with_save:
+            self.taken["wait"].append(self._background.waited_s)
+            self._background.wait()
+            self.taken["save between steps"].append(save(trainer, self.folder, self._foreground))
+
+
+def save(trainer: Any, folder: Path, saver: Saver, *, waits: bool = True) -> float:
+    """Seconds until it returns."""
+    trainer.strategy.saver = saver
+    dist.barrier()
+    if dist.get_rank() == 0:
+        remove(folder)
+    taken = seconds(lambda: trainer.save_checkpoint(folder))
+    if waits:
+        saver.wait()
+    return taken
+
+
+def figures(taken: Taken, written: int, held: int) -> dict[str, Any]:
     """Medians of seconds, and ratios to the neighbours in time; ``held`` is parameters and two moments, in float32."""
     ratios = {name: spread([1 / ratio for ratio in against_neighbours(taken[name], taken[f"plain {name}"])]) for name in ("save", "load")}
-    stall = [stalled / saved for stalled, saved in zip(taken["stall"], taken["save"], strict=True)]
+    without = [(before + after) / 2 for before, after in pairwise(taken["steps"])]
+    loss = [more - less for more, less in zip(taken["steps with a save"], without, strict=True)]
+    for name, values in {"stall": taken["stall"], "wait": taken["wait"], "loss": loss}.items():
+        ratios[name] = spread([value / saved for value, saved in zip(values, taken["save between steps"], strict=True)])
     return {
-        "seconds": {name: spread(values) for name, values in taken.items()} | {"first stall": first_stall_s},
+        "seconds": {name: spread(values) for name, values in (taken | {"loss": loss}).items()},
         "state_nbytes": held,
-        "ratio": ratios | {"stall": spread(stall), "disk": written / held},
+        "ratio": ratios | {"disk": written / held},
     }
 
 
@@ -160,8 +224,9 @@ def show(results: dict[str, dict[str, Any]]) -> None:
             ours, plain = row["seconds"][way], row["seconds"][f"plain {way}"]
             speed = f"{row['state_nbytes'] / ours['median'] / 1e9:.2f}"
             table.add_row(name, way, shown(ours), speed, shown(plain), shown(row["ratio"][way]), TARGETS[way])
-        stall = shown(row["ratio"]["stall"], 3) + " of a save"
-        table.add_row("", "stall in the background", shown(row["seconds"]["stall"], 3), "", "", stall, TARGETS["stall"])
+        for share, what in {"stall": "in the background: stall", "wait": "wait before the optimizer", "loss": "all that is lost"}.items():
+            ratio = shown(row["ratio"][share], 3) + " of a save"
+            table.add_row("", what, shown(row["seconds"][share], 3), "", "", ratio, TARGETS[share])
         table.add_row("", "bytes on disk", "", "", "", f"{row['ratio']['disk']:.4f} of the state", TARGETS["disk"])
     Console(width=140).print(table)
 

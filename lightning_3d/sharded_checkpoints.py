@@ -65,6 +65,7 @@ class ShardedCheckpoints(ModelParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        self.saver.wait_for_copy()
         load = restore_or_older if self.resume_from_older else restore
         path = load(self.broadcast(str(checkpoint_path)), self._module, self.optimizers, strict=self._module.strict_loading)
         state = load_trainer_state(path)

@@ -68,7 +68,7 @@ class ThreeDStrategy(ShardedCheckpoints):
         compile: torch.compile each block; the name of one of torch's backends takes that instead of inductor.
         float8: which linears are multiplied in float8, and how.
         cpu_offload: keep shards of parameters, gradients and optimizer state on the CPU, where the optimizer runs (not ``ddp``).
-        async_checkpoint: write checkpoints while training goes on; it waits only for a copy of the state.
+        async_checkpoint: write checkpoints while training goes on; it waits only for a copy of the weights.
         timeout_s: seconds after which a collective that waits for other ranks fails, once the first step is done.
         first_step_timeout_s: the same until then, while ranks compile, connect and open files; at least ``timeout_s``.
     """

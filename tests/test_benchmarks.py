@@ -125,6 +125,8 @@ def test_checkpoint(tmp_path: Path) -> None:
     assert 0 < ratio["save"]["low"] <= ratio["save"]["high"]
     assert 0 < ratio["load"]["low"] <= ratio["load"]["high"]
     assert ratio["stall"]["low"] > 0
+    assert ratio["wait"]["low"] >= 0
+    assert ratio["loss"].keys() == ratio["wait"].keys()
     assert ratio["disk"] > 1
 
 

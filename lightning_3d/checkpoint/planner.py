@@ -1,6 +1,6 @@
 """What each rank writes: torch's plan, with the places of the shards as placement.py works them out."""
 
-from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -21,14 +21,14 @@ class SavePlanner(DefaultSavePlanner):
         copies: what to write, of the names in the state that this rank turns out to write; null: the state, which does not change.
     """
 
-    def __init__(self, copies: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, copies: Future[dict[str, Any]] | None = None) -> None:
         super().__init__()
         self._copies = copies
         self.written: set[str] | None = None  # by this rank, once all ranks have planned
 
     @override
     def lookup_object(self, index: MetadataIndex) -> Any:
-        return super().lookup_object(index) if self._copies is None else self._copies[index.fqn]
+        return super().lookup_object(index) if self._copies is None else self._copies.result()[index.fqn]
 
     @override
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:

@@ -1,8 +1,11 @@
 """Writing a checkpoint: in the foreground, or while training goes on.
 
-In the background the state is copied first, which is all that training waits for; a thread then writes the copies, and the ranks talk
-to each other over a process group of their own, since collectives of two threads on one group would mix. One save at most is in flight.
-The first save finds out which rank writes what several of them hold; from then on each copies only what it will write.
+In the background the state is copied first, and a thread then writes the copies; the ranks talk to each other over a process group of
+their own, since collectives of two threads on one group would mix. One save at most is in flight. The first save finds out which rank
+writes what several of them hold; from then on each copies only what it will write.
+
+Training waits for the copy of the weights, which a hook or a training_step may write to. The optimizers' state, two thirds with Adam, is
+written to by their steps alone: the thread copies it beside the next forward and backward, and the step waits for what is left.
 
 Whatever goes wrong on one rank (a full disk), all ranks hear of it: the save is abandoned on all of them and says so.
 """
@@ -10,7 +13,7 @@ Whatever goes wrong on one rank (a full disk), all ranks hear of it: the save is
 import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from lightning_3d.checkpoint.files import Writer
 from lightning_3d.checkpoint.folder import TRAINER_FILE, abandon, begin, commit, is_foreign, unfinished
@@ -29,7 +34,7 @@ from lightning_3d.checkpoint.manifest import Entries, write_manifest
 from lightning_3d.checkpoint.plain import plain, write_plain
 from lightning_3d.checkpoint.planner import SavePlanner
 from lightning_3d.checkpoint.randomness import RANDOM_STATES, gather_random_states
-from lightning_3d.checkpoint.state import GROUPS, OwnState, State, gather_all, rank, world_size
+from lightning_3d.checkpoint.state import GROUPS, OPTIMIZER, OwnState, State, gather_all, rank, world_size
 from lightning_3d.checkpoint.store import Place, at
 from lightning_3d.errors import CheckpointWriteError
 
@@ -42,7 +47,7 @@ class Saver:
     """Writes checkpoints, one at a time; every rank has one and calls its methods together.
 
     Args:
-        in_background: ``save`` returns when the state is copied.
+        in_background: ``save`` returns when the weights are copied.
     """
 
     def __init__(self, *, in_background: bool = False) -> None:
@@ -51,6 +56,7 @@ class Saver:
         self._group: dist.ProcessGroup | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._running: Future[str] | None = None
+        self._hook: RemovableHandle | None = None  # while it runs
         self._copies = _Copies()
 
     @property
@@ -87,8 +93,9 @@ class Saver:
         if self._thread is None:
             self.newest = job.run(SavePlanner())
         else:
-            planner = self._copies.plan(job.state, self._group)
+            planner = self._copies.plan(job.state, self._group, self._thread)
             self._running = self._thread.submit(job.run, planner)
+            self._hook = register_optimizer_step_pre_hook(self._before_step)  # of any: one may be inside another
 
     def poll(self) -> None:
         """Raise the error of a save that has ended in the background.
@@ -105,9 +112,30 @@ class Saver:
         Raises:
             CheckpointWriteError: it could not be written.
         """
-        running, self._running = self._running, None
-        if running is not None:
+        if self._running is not None:
+            assert self._hook is not None
+            wait([self._running])  # and if that is interrupted, it is still running
+            self._hook.remove()
+            running, self._running = self._running, None
             self.newest = running.result()
+
+    def wait_for_copy(self) -> None:
+        """Wait until the optimizers' state may be written to."""
+        self._copies.wait()
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Wait, but where there is a closure after that: Lightning's is forward and backward."""
+        closure = kwargs.get("closure")
+        if closure is None:
+            self.wait_for_copy()
+            return args, kwargs
+
+        def closure_and_wait() -> Any:
+            result = closure()
+            self.wait_for_copy()
+            return result
+
+        return args, kwargs | {"closure": closure_and_wait}
 
     def close(self, *, after_exception: bool) -> None:
         """Finish what is being written; a failure is only logged where another exception ended the run.
@@ -131,17 +159,23 @@ class _Copies:
         self._buffers: dict[str, Tensor] = {}
         self._structure: dict[str, Any] = {}
         self._planner: SavePlanner | None = None  # of the save before
+        self._done: Future[State] | None = None  # copies by name
 
     @property
     def nbytes(self) -> int:
         """Memory that they take."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
-    def plan(self, state: State, group: dist.ProcessGroup | None) -> SavePlanner:
+    def wait(self) -> None:
+        """Until all is copied, or could not be."""
+        if self._done is not None:
+            wait([self._done])
+
+    def plan(self, state: State, group: dist.ProcessGroup | None, thread: ThreadPoolExecutor) -> SavePlanner:
         """Copy what this rank will write, or all that it holds where that is not known, for a save that writes it.
 
         Shapes: none.
-        Placement: each rank's own -> in its memory.
+        Placement: each rank's own -> in its memory; the optimizers' when the thread is done.
         Communication: all-gather of a bool, world: who writes what depends on what all ranks hold.
         Source: this project.
         """
@@ -151,10 +185,16 @@ class _Copies:
         written = self._planner.written if self._planner is not None and same else None
         names = tensors.keys() if written is None else tensors.keys() & written
         self._structure = structure
-        self._buffers = {name: buffer for name, buffer in self._buffers.items() if name in names}
-        copies: dict[str, Any] = {name: deepcopy(value) for name, value in state.items() if name not in tensors}
-        copies |= {name: self._buffer(name, tensors[name]).copy_(tensors[name]) for name in names}
-        self._planner = SavePlanner(copies)
+        self._buffers = {name: self._buffer(name, tensors[name]) for name in names}
+        copies = self._buffers | {name: deepcopy(value) for name, value in state.items() if name not in tensors}
+        later = {name: (state[name], state[name]._version) for name in names if name.startswith(OPTIMIZER)}
+        for name in names - later.keys():
+            self._buffers[name].copy_(tensors[name])
+        stream = torch.cuda.Stream() if torch.cuda.is_initialized() else None
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream())
+        self._done = thread.submit(_copy_later, copies, later, stream)
+        self._planner = SavePlanner(self._done)
         return self._planner
 
     def _buffer(self, name: str, like: Tensor) -> Tensor:
@@ -162,6 +202,16 @@ class _Copies:
         if held is None or (held.shape, held.dtype) != (like.shape, like.dtype):
             held = self._buffers[name] = torch.empty_like(like, device="cpu")
         return held
+
+
+def _copy_later(copies: State, later: dict[str, tuple[Tensor, int]], stream: torch.cuda.Stream | None) -> State:
+    """Fill in the copies of some tensors; beside what the device computes, on a stream of its own."""
+    with torch.cuda.stream(stream):
+        for name, (tensor, _) in later.items():
+            copies[name].copy_(_local(tensor))
+    if changed := [name for name, (tensor, version) in later.items() if tensor._version != version]:
+        raise RuntimeError(f"{changed[0]} was written to while it was copied: call wait_for_copy() of the strategy's saver before that")
+    return copies
 
 
 def _local(tensor: Tensor) -> Tensor:

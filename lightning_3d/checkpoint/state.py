@@ -25,6 +25,7 @@ from lightning_3d.parallel.stages import global_name
 State = dict[str, Any]
 
 GROUPS = "optimizer_groups"  # key in trainer.pt
+OPTIMIZER = "optimizer."  # what names of optimizer state begin with
 _OF_THIS_RUN = ("params", "foreach", "fused", "capturable", "differentiable")  # how a step is computed, not what
 
 
@@ -41,7 +42,7 @@ class OwnState:
         named = {"model." + self._global(name): value for name, value in self._model.items()}
         for index, state in enumerate(self._states):
             for name, values in state["state"].items():
-                named |= {f"optimizer.{index}.state.{self._global(name)}.{key}": value for key, value in values.items()}
+                named |= {f"{OPTIMIZER}{index}.state.{self._global(name)}.{key}": value for key, value in values.items()}
         return named
 
     def take(self, loaded: State, groups: Sequence[Sequence[State]]) -> None:
@@ -55,7 +56,7 @@ class OwnState:
         self._module.load_state_dict(self._module.state_dict(keep_vars=True))  # onto itself: nothing is copied, but hooks may be waiting
         for index, (optimizer, state) in enumerate(zip(self._optimizers, self._states, strict=True)):
             for name, values in state["state"].items():
-                prefix = f"optimizer.{index}.state.{self._global(name)}."
+                prefix = f"{OPTIMIZER}{index}.state.{self._global(name)}."
                 values |= {key: _fill(value, loaded.get(prefix + key, value)) for key, value in values.items()}
             options = {name: group for group in groups[index] for name in group["params"]}
             for group in state["param_groups"]:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from ranks_overtaking import Late
 from ranks_resume import STEPS, Layout, Limited, Noisy, Run, fit
 
 from lightning_3d.checkpoint import is_whole, step_folder, whole_steps
@@ -113,7 +114,7 @@ def test_in_the_background_it_is_the_same(layout: Layout, pool: RankPool, tmp_pa
     """
     run = Run(layout, str(tmp_path / "a"), checkpoint={"checkpoint_interval": 1})
     straight = pool.run(fit, 2, (run,))
-    behind = replace(run, layout=replace(layout, background=True), folder=str(tmp_path / "b"))
+    behind = replace(run, layout=replace(layout, background=True), folder=str(tmp_path / "b"), callbacks=(Late,))
     background = pool.run(fit, 2, (behind,))
     assert [seen["losses"] for seen in background] == [seen["losses"] for seen in straight]
     state = {key: value for seen in straight for key, value in seen["final"].items()}
