@@ -2,15 +2,17 @@
 
 from typing import Any
 
+import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_3d.errors import ConfigError
+from lightning_3d.parallel.async_tensor import check_async_tensor_parallel
 from lightning_3d.parallel.schedules import check_engine
 from lightning_3d.parallel.stages import Layout
 from lightning_3d.placement import head_tail
 
 
-def check_run(module: Any, datamodule: Any, layout: Layout, *, engine: str, microbatches: int) -> None:
+def check_run(module: Any, datamodule: Any, layout: Layout, device: torch.device, *, engine: str, microbatches: int) -> None:
     """Whether the module can run on this data in this layout.
 
     Raises:
@@ -26,6 +28,8 @@ def check_run(module: Any, datamodule: Any, layout: Layout, *, engine: str, micr
         )
     if not all(hasattr(module, name) for name in ("build_stage", "pipeline_loss", "pipeline_step")):
         _check_plain(module, layout)
+    if layout.async_tensor_parallel:
+        check_async_tensor_parallel(dims.tp, sequence_parallel=layout.sequence_parallel, mode=layout.compile, device=device)
     lengths = getattr(datamodule, "sequence_lengths", None) or [getattr(datamodule, "sequence_length", 0)]
     for length in lengths:
         if dims.cp > 1:
@@ -59,7 +63,13 @@ def _check_plain(module: Any, layout: Layout) -> None:
             f"cp={dims.cp}: {name} does not say how its attention reaches tokens on other ranks: derive it from PipelineMixin and define "
             "apply_context_parallel(), or set cp=1"
         )
-    for key, default in (("data_parallel", "ddp"), ("sequence_parallel", False), ("compile", False), ("float8", None)):
+    for key, default in (
+        ("data_parallel", "ddp"),
+        ("sequence_parallel", False),
+        ("async_tensor_parallel", False),
+        ("compile", False),
+        ("float8", None),
+    ):
         value = getattr(layout, key)
         if value != default:
             raise ConfigError(

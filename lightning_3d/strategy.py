@@ -63,6 +63,7 @@ class ThreeDStrategy(ShardedCheckpoints):
         data_parallel: who holds copies of parameters, gradients and optimizer state (parallel/data.py).
         dp_replicate: number of copies under ``hsdp``; its shards span dp x cp / dp_replicate ranks.
         sequence_parallel: keep S/tp of the hidden state on each tp rank between layers.
+        async_tensor_parallel: send parts of the hidden state over tp while others are multiplied, on CUDA (parallel/async_tensor.py).
         batch_accumulation_per_replica: microbatches in a batch; None takes the data module's, else pp.
         recompute: what the backward computes again to save memory: none, full, selective, or full in every n-th block.
         compile: torch.compile each block; the name of one of torch's backends takes that instead of inductor.
@@ -85,6 +86,7 @@ class ThreeDStrategy(ShardedCheckpoints):
         data_parallel: DataParallel = "ddp",
         dp_replicate: int = 1,
         sequence_parallel: bool = False,
+        async_tensor_parallel: bool = False,
         batch_accumulation_per_replica: int | None = None,
         recompute: Recompute = "none",
         compile: Compile = False,  # noqa: A002  (the option's name)
@@ -111,7 +113,7 @@ class ThreeDStrategy(ShardedCheckpoints):
         self.cp_method: ContextMethod = cp_method or "ring"
         check_recompute(recompute)
         self.sequence_parallel, self.recompute, self.compile = sequence_parallel, recompute, compile
-        self.float8, self.cpu_offload = float8, cpu_offload
+        self.async_tensor_parallel, self.float8, self.cpu_offload = async_tensor_parallel, float8, cpu_offload
         self.batch_accumulation_per_replica = batch_accumulation_per_replica
         self.last_grad_norm: Tensor | None = None
         self._dims: ParallelDims | None = None
@@ -189,7 +191,7 @@ class ThreeDStrategy(ShardedCheckpoints):
             datamodule.split_over(self.dims.dp)
         check_compile(self.compile, self.root_device)
         check_float8(self.float8, self.root_device)
-        check_run(module, datamodule, self.layout, engine=self.pp_engine, microbatches=self._microbatch_count(datamodule))
+        check_run(module, datamodule, self.layout, self.root_device, engine=self.pp_engine, microbatches=self._microbatch_count(datamodule))
 
     @override
     def setup_environment(self) -> None:

@@ -35,14 +35,14 @@ def check_compile(mode: Compile, device: torch.device) -> None:
         )
 
 
-def compile_blocks(stage: nn.Module, mode: Compile) -> None:
-    """Compile a stage's blocks after its first forward; in place, so that all names stay."""
+def compile_blocks(stage: nn.Module, mode: Compile, **settings: Any) -> None:
+    """Compile a stage's blocks after its first forward; in place, so that all names stay. Settings are torch.compile's."""
     if not mode:
         return
 
     def compile_all(stage: nn.Module, args: Any, output: Any) -> None:
         first.remove()
         for block in blocks_of(stage):
-            block.compile(backend=mode if isinstance(mode, str) else "inductor")
+            block.compile(backend=mode if isinstance(mode, str) else "inductor", **settings)
 
     first = stage.register_forward_hook(compile_all)

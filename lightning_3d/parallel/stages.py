@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.mesh import TP, Mesh, ParallelDims
+from lightning_3d.parallel.async_tensor import fusing
 from lightning_3d.parallel.compiled import Compile, compile_blocks
 from lightning_3d.parallel.context import ContextMethod, ContextParallel
 from lightning_3d.parallel.data import DataParallel, shard_stage
@@ -70,6 +71,7 @@ class Layout:
     stage_coords: tuple[int, ...] = (0,)  # pp coord of each stage
     data_parallel: DataParallel = "ddp"
     sequence_parallel: bool = False
+    async_tensor_parallel: bool = False
     recompute: Recompute = "none"
     compile: Compile = False
     cp_method: ContextMethod = "ring"
@@ -103,6 +105,7 @@ class Stages:
         stages = cls(layout, {})
         tp = TensorParallel(mesh.parameter_mesh[TP], sequence_parallel=layout.sequence_parallel) if mesh.dims.tp > 1 else None
         builder.tensor_parallel = tp
+        settings = fusing(tp.group) if tp is not None and layout.async_tensor_parallel else {}
         cp = builder.context_parallel = ContextParallel(mesh.cp_group, layout.cp_method) if mesh.dims.cp > 1 else None
         parallelise: Callable[[nn.Module, Any], None] | None = getattr(builder, "parallelize_stage", None)
         for index in (stage for stage, coord in enumerate(layout.stage_coords) if coord == mesh.coord.pp):
@@ -117,7 +120,7 @@ class Stages:
             if cp is not None:
                 builder.apply_context_parallel(stage, cp)
             recompute_blocks(stage, layout.recompute)
-            compile_blocks(stage, layout.compile)
+            compile_blocks(stage, layout.compile, **settings)
             shard_stage(stage, mesh, layout.data_parallel, cpu_offload=layout.cpu_offload)
             builder.init_stage(stage, torch.device("cpu") if layout.cpu_offload else device)
             buffers_to(stage, device)  # those FSDP leaves where they are

@@ -72,7 +72,10 @@ def gather_sequence(x: Float[Tensor, "B S/tp D"], group: dist.ProcessGroup) -> F
     Communication: all-gather, tp, (tp - 1) x nbytes(x) received a rank.
     Source: Korthikanti et al. 2022 (Reducing Activation Recomputation), section 4.2.2.
     """
-    return gather(x, group).movedim(0, 1).flatten(1, 2)
+    rows = x.flatten(0, 1) if len(x) == 1 else x  # one sequence needs no copy to come in order
+    parts = x.new_empty((group.size() * len(rows), *rows.shape[1:]))
+    all_gather_single(parts, rows.contiguous(), group=group)
+    return parts.view(1, *parts.shape) if len(x) == 1 else torch.cat(parts.chunk(group.size()), 1)
 
 
 def scatter_sequence(x: Float[Tensor, "B S D"], group: dist.ProcessGroup) -> Float[Tensor, "B S/tp D"]:
@@ -83,10 +86,10 @@ def scatter_sequence(x: Float[Tensor, "B S D"], group: dist.ProcessGroup) -> Flo
     Communication: reduce-scatter, tp, (tp - 1) / tp x nbytes(x) sent a rank.
     Source: Korthikanti et al. 2022 (Reducing Activation Recomputation), section 4.2.2.
     """
-    parts = x.unflatten(1, (group.size(), -1)).movedim(1, 0).contiguous()
-    part = torch.empty_like(parts[0])
-    reduce_scatter_single(part, parts.flatten(0, 1), group=group)  # gloo wants the same number of dims on both sides
-    return part
+    parts = x.flatten(0, 1).contiguous() if len(x) == 1 else torch.cat(x.chunk(group.size(), 1))
+    part = x.new_empty((len(parts) // group.size(), *parts.shape[1:]))
+    reduce_scatter_single(part, parts, group=group)
+    return part.view(1, *part.shape) if len(x) == 1 else part
 
 
 class _Communicate(torch.autograd.Function):
@@ -97,7 +100,8 @@ class _Communicate(torch.autograd.Function):
         ctx: Any, x: Float[Tensor, "..."], forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "..."]:
         ctx.backward_of = backward
-        return forward(x)
+        y = forward(x)
+        return y.view_as(y)  # compiled by torch 2.11, one that was written in place and is returned itself gets no gradient
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -132,7 +136,7 @@ class TensorParallel:
 
     @staticmethod
     def _same(x: Tensor) -> Tensor:
-        return x.view_as(x)
+        return x
 
     def distribute(self, parameter: nn.Parameter, dim: int | None) -> nn.Parameter:
         """This rank's part of a parameter on the meta device, cut on ``dim`` (None: whole), as a DTensor."""
@@ -147,7 +151,12 @@ class TensorParallel:
         return nn.Parameter(whole, requires_grad=parameter.requires_grad)
 
     def enter(self, x: Float[Tensor, "B s D"]) -> Float[Tensor, "B S D"]:
-        """(B, S, D) or (B, S/tp, D) -> (B, S, D), for every rank to work on its own columns."""
+        """(B, S, D) or (B, S/tp, D) -> (B, S, D), for every rank to work on its own columns.
+
+        Under autocast the sequence is gathered in its dtype, which the products that follow take anyway: half the bytes.
+        """
+        if self.sequence_parallel and torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         pair = (self._gather, self._scatter) if self.sequence_parallel else (self._same, self._sum)
         return _Communicate.apply(x, *pair)
 

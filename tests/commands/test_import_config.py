@@ -57,6 +57,7 @@ def test_torchtitan(tmp_path) -> None:
     strategy, optim = recipe["trainer"]["strategy"], recipe["model"]["optim"]
     assert {"tp": 4, "pp": 2, "cp": 2, "data_parallel": "hsdp", "dp_replicate": 2, "recompute": "selective"}.items() <= strategy.items()
     assert {"pp_engine": "interleaved_1f1b", "compile": True, "async_checkpoint": True}.items() <= strategy.items()
+    assert strategy["async_tensor_parallel"] is True
     assert strategy["float8"] == {"recipe": "tensorwise"}
     assert (optim["lr_decay_steps"], optim["lr_decay_starting_step"]) == (800, 200)
     assert optim["min_decay_lr"] == pytest.approx(3e-5)

@@ -72,8 +72,6 @@ LEFT_OUT = {
     "training.gc_freq": "garbage is collected as Python does",
     "parallelism.disable_loss_parallel": "the loss is always computed where the logits are",
     "training.disable_loss_parallel": "the loss is always computed where the logits are",
-    "parallelism.enable_async_tensor_parallel": "no such overlap here; same numbers",
-    "experimental.enable_async_tensor_parallel": "no such overlap here; same numbers",
     "parallelism.pipeline_parallel_first_stage_less_layers": "layers are split by what they cost, or by model.stage_layers",
     "parallelism.pipeline_parallel_last_stage_less_layers": "layers are split by what they cost, or by model.stage_layers",
     "parallelism.pipeline_parallel_layers_per_stage": "layers are split by what they cost, or by model.stage_layers",
@@ -152,6 +150,8 @@ def _strategy(source: Source) -> tuple[dict[str, Any], bool]:
     strategy |= {"cpu_offload": True} if source.take("training.enable_cpu_offload", default=False) else {}
     strategy |= _float8(source)
     strategy["compile"] = bool(source.take("compile.enable", "training.compile", default=False))
+    overlaps = source.take("parallelism.enable_async_tensor_parallel", "experimental.enable_async_tensor_parallel", default=False)
+    strategy |= {"async_tensor_parallel": True} if overlaps and tp > 1 else {}
     timeouts = {"comm.train_timeout_seconds": "timeout_s", "comm.init_timeout_seconds": "first_step_timeout_s"}
     return strategy | {ours: float(value) for key, ours in timeouts.items() if (value := source.take(key)) is not None}, pp > 1
 
