@@ -67,7 +67,7 @@ def test_sigterm_to_rank_0_and_on_with_it(start: Starter) -> None:
     ("launcher", "tell", "code"),
     [
         pytest.param("torchrun", tell_rank(1), 1, id="torchrun-rank_1"),
-        pytest.param("lightning", tell_all, 143, id="lightning-all"),
+        pytest.param("lightning", tell_all, 143, id="lightning-all", marks=pytest.mark.slow),
         pytest.param("lightning", tell_rank(1, signal.SIGUSR1), 143, id="lightning-usr1"),
         pytest.param("torchrun", tell_all, 1, id="torchrun-all"),
     ],

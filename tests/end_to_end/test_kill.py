@@ -18,7 +18,7 @@ from end_to_end.test_elastic import HERE, recipe
 from lightning_3d.checkpoint import whole_steps
 from lightning_3d.checkpoint.manifest import damage, entries_of
 
-KILLS = pytest.mark.parametrize("kills", [pytest.param(3, id="3"), pytest.param(20, id="20", marks=pytest.mark.slow)])
+KILLS = pytest.mark.parametrize("kills", [pytest.param(2, id="2"), pytest.param(20, id="20", marks=pytest.mark.slow)])
 STRIDE = 10  # steps from one kill to the next, or a few more
 SPARE = 100  # steps from the last kill to the end: seconds, for a slow machine to kill in
 END_S = 60
