@@ -4,8 +4,10 @@ import faulthandler
 import logging
 import time
 import warnings
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 FOLDER = "ranks"
 DIGITS = 3
@@ -55,14 +57,16 @@ class RankLog(logging.Handler):
 
     def write(self, text: str) -> None:
         """Append, with the time."""
-        if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a") as file:
-                file.write(text if text[:4].isdigit() else f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text.rstrip()}\n")
+        self._append(lambda file: file.write(text if text[:4].isdigit() else f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text.rstrip()}\n"))
 
     def write_stacks(self) -> None:
         """Append the stacks of all threads of this process."""
+        self.write("stacks of all threads:")
+        self._append(lambda file: faulthandler.dump_traceback(file, all_threads=True))
+
+    def _append(self, write: Callable[[IO[str]], Any]) -> None:
         if self.path is not None:
-            self.write("stacks of all threads:")
-            with self.path.open("a") as file:
-                faulthandler.dump_traceback(file, all_threads=True)
+            with suppress(OSError):  # a full disk must not end a run for the sake of its log
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                with self.path.open("a") as file:
+                    write(file)

@@ -150,7 +150,13 @@ class Momentum(LlamaModule):
 
 
 class Noisy(LlamaModule):
-    """Draws from this rank's generators of torch, numpy and Python in each step."""
+    """Draws from this rank's generators of torch, numpy and Python in each step; those of ranks, and of a resumed run, begin differently."""
+
+    def on_fit_start(self) -> None:
+        seed = self.global_rank + 10 * (self.trainer.ckpt_path is not None)
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step(batch, batch_idx) * (1 + torch.rand(()) + np.random.rand() + random.random())

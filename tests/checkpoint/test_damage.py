@@ -12,6 +12,7 @@ from ranks_overtaking import Late
 from ranks_resume import STEPS, Layout, Limited, Noisy, Run, fit
 
 from lightning_3d.checkpoint import is_whole, step_folder, whole_steps
+from lightning_3d.faults.rank_log import RankLog
 from lightning_3d.testing import RankPool
 
 RUN = Run(Layout(pp=2), "", checkpoint={"checkpoint_interval": 3})
@@ -95,6 +96,14 @@ def test_a_save_that_fails_costs_nothing_but_itself(pool: RankPool, tmp_path: Pa
     assert whole_steps(tmp_path / "straight") == [2, 4, 6, 8]
     assert whole_steps(tmp_path / "limited") == [6, 8]
     assert sorted(path.name for path in (tmp_path / "limited").iterdir()) == ["step-6", "step-8"]
+
+
+def test_a_log_that_cannot_be_written_costs_nothing(tmp_path: Path) -> None:
+    (tmp_path / "ranks").write_text("no folder")
+    log = RankLog(str(tmp_path), 0)
+    log.write("a line")
+    log.write_stacks()
+    assert (tmp_path / "ranks").read_text() == "no folder"
 
 
 @pytest.mark.parametrize("background", [False, True])
