@@ -150,7 +150,7 @@ class Momentum(LlamaModule):
 
 
 class Noisy(LlamaModule):
-    """Draws from this rank's generators of torch, numpy and Python in each step; those of ranks, and of a resumed run, begin differently."""
+    """Draws from this rank's generators of torch, numpy and Python in each step; in each rank and run they begin differently."""
 
     def on_fit_start(self) -> None:
         seed = self.global_rank + 10 * (self.trainer.ckpt_path is not None)
