@@ -11,6 +11,7 @@ Everything is measured in processes of its own, of which those with an empty cac
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -34,6 +35,7 @@ from lightning_3d.model.loss import token_losses
 from lightning_3d.model.rope import RotaryTables
 
 SIZES = {"segments": 10}
+CALLS_S = 0.02  # of a part, at least, between two looks at the clock
 Part = tuple[Callable[..., Any], tuple[Tensor, ...]]  # what is called, and with what
 
 
@@ -99,18 +101,20 @@ def alone(part: Callable[..., Any], given: tuple[Tensor, ...], parsed: Any) -> d
     """Seconds of the first time, and of a later time as such and as a multiple of the same part eager, in turns."""
     compiled = torch.compile(part, backend=parsed.backend)
 
-    def times(function: Callable[..., Any]) -> float:
+    def times(function: Callable[..., Any], calls: int = 1) -> float:
         start = now()
-        function(*given).sum().backward()
-        return since(start).wall_s
+        for _ in range(calls):
+            function(*given).sum().backward()
+        return since(start).wall_s / calls
 
     times(part)
     first_s = times(compiled)
+    calls = math.ceil(CALLS_S / times(part))
     times(compiled)
-    eager, later = [times(part)], list[float]()
+    eager, later = [times(part, calls)], list[float]()
     for _ in range(parsed.repeats):
-        later.append(times(compiled))
-        eager.append(times(part))
+        later.append(times(compiled, calls))
+        eager.append(times(part, calls))
     return {"first_s": first_s, "eager_s": median(eager), "compiled_s": median(later), "ratio": spread(against_neighbours(later, eager))}
 
 

@@ -28,7 +28,7 @@ WHOLE = "cp=1"
 LAYOUTS = [WHOLE, *(f"cp=2 cp_method={method}" for method in CONTEXT_METHODS)]
 OTHERS = [f"cp=4 cp_method={method}" for method in CONTEXT_METHODS]
 SEQUENCES = [1024, 2048, 4096]
-SIZES = {"layers": 2, "micro_batch": 1, "accumulation": 1, "warmup": 1, "steps": 1, "segments": 6}
+SIZES = {"layers": 1, "vocabulary": 1024, "micro_batch": 1, "accumulation": 1, "warmup": 1, "steps": 1, "segments": 6}
 
 
 def main(argv: list[str] | None = None) -> None:

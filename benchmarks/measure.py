@@ -195,7 +195,7 @@ def growth(setting: Setting, layout: dict[str, Any], loss_chunks: int = 1) -> in
     """Train some steps and give the most bytes held at one time; on every rank of a pool, which may call it again.
 
     Large tensors are mapped one by one and given back at once, so that the resident set is what is held. By default glibc keeps what
-    was freed, for some 1.3 times as much after one run and for more after several.
+    was freed, 1.2 to 1.8 times as much in one run, and more after several.
     """
     quiet()
     libc = ctypes.CDLL(None)
