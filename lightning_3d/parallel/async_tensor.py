@@ -7,7 +7,7 @@ directly, so all ranks of tp must reach each other's: those of one node, or of o
 The pass looks for what torch's own collectives trace to, and finds the four of a block's forward because ``gather_sequence`` and
 ``scatter_sequence`` (parallel/tensor.py) trace to the same. Of the backward's it finds the two all-gathers; the two reduce-scatters there
 send a sum of several products, which torch does not take apart. Nor does it find linears with a bias, those in float8 at the all-gathers,
-or what is outside blocks. Not measured on a GPU.
+what is outside blocks, or, in validation, the all-gathers of several sequences. Not measured on a GPU.
 
 Source: Wang et al. 2023 (Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning Models);
 torch/_inductor/fx_passes/micro_pipeline_tp.py.

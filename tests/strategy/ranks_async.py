@@ -58,7 +58,7 @@ def fused_fit(case: Compiled, mode: Any = "inductors_passes") -> dict[str, Any]:
     """A training with the option, and the number of collectives in each graph."""
     stand_ins()
     graphs.clear()
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, torch._inductor.config.patch(force_disable_caches=True):  # a graph found there is not seen
         patch.setattr(dist, "is_nccl_available", lambda: True)  # the pass leaves graphs alone where torch was built without
         patch.setattr(checks, "check_async_tensor_parallel", lambda *sizes, **options: None)
         seen = fit(case, mode)
