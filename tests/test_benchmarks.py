@@ -36,6 +36,7 @@ def test_single(tmp_path: Path) -> None:
     assert 0 < ratio["tokens_per_s"]["low"] <= ratio["tokens_per_s"]["median"] <= ratio["tokens_per_s"]["high"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(260)
 def test_layouts(tmp_path: Path) -> None:
     row = run("layouts.py", tmp_path / "layouts.json", *SIZES, "--layouts", "tp=2")["tp=2"]
@@ -93,6 +94,7 @@ def test_memory(tmp_path: Path) -> None:
     assert rows["1f1b"]["growth"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(260)
 def test_startup(tmp_path: Path) -> None:
     commands = run("startup.py", tmp_path / "startup.json", "--repeats", "1")["commands"]
