@@ -95,8 +95,7 @@ class _Group:
         context.set_forkserver_preload(PRELOADED)  # only what starts no thread and touches no device
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            settings = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
-            environment = {**os.environ, **settings, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GROUP_RANK": "0"}
+            environment = {**os.environ, **_like_torchrun(rank, world_size, port)}
             process = context.Process(target=_work, args=(theirs, environment, str(self._stacks(rank))), daemon=True)
             process.start()
             theirs.close()
@@ -153,8 +152,21 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _like_torchrun(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """Its variables, so that a Trainer made by the function finds the processes as it would there."""
+    variables: dict[str, Any] = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "GROUP_RANK": 0,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": world_size,
+    }
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "rank_pool"}
+    return {name: str(value) for name, value in variables.items()}
+
+
 def _work(connection: Connection, environment: dict[str, str], stacks: str) -> None:
-    """A rank: ``environment`` is that of the caller, and what torchrun sets, so that a Trainer finds the processes as it would there."""
+    """A rank, in an environment that is its own and not the server's."""
     file = open(stacks, "w")  # noqa: SIM115  (faulthandler keeps it)
     faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
     try:
@@ -162,7 +174,7 @@ def _work(connection: Connection, environment: dict[str, str], stacks: str) -> N
         import torch.distributed as dist
 
         os.environ.clear()
-        os.environ |= environment | {"TORCHELASTIC_RUN_ID": "rank_pool"}
+        os.environ |= environment
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=GLOO_TIMEOUT_S))
         while True:
             function, args = connection.recv()

@@ -58,9 +58,7 @@ def gather_ahead(stage: nn.Module) -> None:
     By itself FSDP asks for a block's parameters when its turn comes, which is early enough only while the CPU is ahead of the GPU. In the
     backward it asks one block ahead anyway.
     """
-    units = [(stage, block) for block in [*blocks_of(stage)][:1]]
-    units += [pair for child in stage.children() if isinstance(child, nn.ModuleList | nn.ModuleDict) for pair in pairwise(child.children())]
-    for unit, block in units:
+    for unit, block in pairwise([stage, *blocks_of(stage)]):
         assert isinstance(unit, FSDPModule)
         assert isinstance(block, FSDPModule)
         unit.set_modules_to_forward_prefetch([block])

@@ -19,7 +19,8 @@ from lightning_3d.parallel.async_tensor import fusing
 from lightning_3d.parallel.compiled import Compile, compile_blocks
 from lightning_3d.parallel.context import ContextMethod, ContextParallel
 from lightning_3d.parallel.data import DataParallel, shard_stage
-from lightning_3d.parallel.float8 import Float8, convert_linears, gather_in_float8
+from lightning_3d.parallel.float8 import Float8, convert_linears
+from lightning_3d.parallel.float8_gather import gather_in_float8
 from lightning_3d.parallel.plan import Row, apply_plan, full_numel, local_numel
 from lightning_3d.parallel.recompute import Recompute, recompute_blocks
 from lightning_3d.parallel.tensor import TensorParallel
