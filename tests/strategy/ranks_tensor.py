@@ -15,6 +15,7 @@ from lightning_3d.model.loss import token_losses
 from lightning_3d.parallel.data import add_up, local, local_as
 from lightning_3d.parallel.loss import vocab_parallel_argmax, vocab_parallel_token_losses
 from lightning_3d.parallel.plan import Row, apply_plan
+from lightning_3d.parallel.recorder import Call, Recorder
 from lightning_3d.parallel.tensor import TensorParallel
 from lightning_3d.placement import local_range
 from lightning_3d.seeding import materialise
@@ -58,6 +59,14 @@ def collectives(sequence_parallel: bool) -> list[tuple[str, Tensor, Tensor]]:
         ("leave", left, part(sum(partials, torch.zeros(())), tp)),
         ("gradient of leave", left_grad, weights[0]),
     ]
+
+
+def sent_under_autocast() -> list[Call]:
+    """Forward and backward of enter, from float32."""
+    tp = group(sequence_parallel=True)
+    with torch.autocast("cpu", torch.bfloat16), Recorder() as recorder:
+        gradient(tp.enter, part(random(B, S, D).float(), tp), torch.ones(B, S, D, dtype=torch.bfloat16))
+    return recorder.calls
 
 
 def indivisible_sequence() -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ranks_tensor import collectives, indivisible_sequence, losses, pieces, refused_rows
+from ranks_tensor import B, D, S, collectives, indivisible_sequence, losses, pieces, refused_rows, sent_under_autocast
 
 from lightning_3d.testing import RankPool
 
@@ -13,6 +13,12 @@ def test_enter_and_leave(sequence_parallel: bool, tp: int, pool: RankPool) -> No
     for results in pool.run(collectives, tp, (sequence_parallel,)):
         for what, mine, expected in results:
             torch.testing.assert_close(mine, expected, rtol=0, atol=1e-14, msg=what)
+
+
+def test_autocast_halves_what_is_sent(pool: RankPool) -> None:
+    """The products behind would take bfloat16 anyway."""
+    for calls in pool.run(sent_under_autocast, 2):
+        assert [(call.op, call.nbytes) for call in calls] == [("all-gather", 2 * B * S * D), ("reduce-scatter", 2 * B * S * D)]
 
 
 def test_sequence_that_does_not_divide(pool: RankPool) -> None:
