@@ -33,7 +33,8 @@ def outlive_sigterm(worker: int) -> None:
 
     signal.signal(signal.SIGTERM, wait)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the ranks' own affair
-    gc.enable()  # their GarbageCollection has it off, and a fork takes that over
+    gc.freeze()  # what the rank has made is garbage for no one here; to look through it would copy its memory, and take a second
+    gc.enable()  # the rank's GarbageCollection has it off, and a fork takes that over
 
 
 def short_errors(loader: Iterable[Any]) -> Iterator[Any]:

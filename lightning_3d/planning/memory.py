@@ -1,7 +1,7 @@
 """Bytes of a rank, by kind, at the moment when they are most.
 
-Three moments may be the worst: within the schedule, when most microbatches are in flight; at its end, when FSDP has gathered every block
-and holds every gradient whole; and when gradients are added up over dp, which takes a copy of them.
+Three moments may be the worst: within the schedule, when most microbatches are in flight; at the end of a backward, when FSDP has gathered
+every block and holds every gradient whole; and when gradients are added up over dp, which takes a copy of them.
 
 With more than one microbatch, or a pipeline, FSDP keeps gradients whole until the last one: sharding them pays only where one microbatch
 is the whole batch. Weights that autocast has converted stay until the step ends, also of blocks that FSDP has freed.
@@ -9,16 +9,14 @@ is the whole batch. Weights that autocast has converted stay until the step ends
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Literal
 
 from lightning_3d.parallel.timeline import Action
 from lightning_3d.planning.parameters import Part
 from lightning_3d.planning.setting import Setting
-from lightning_3d.planning.trace import Cost
+from lightning_3d.planning.trace import Cost, Phase
 
-During = Literal["forward", "backward", "between"]  # microbatches
-# Blocks that FSDP holds at once: the one at work and the next; in the forward also what the one at work was gathered into.
-LOOKAHEAD = {"forward": 3, "backward": 2, "between": 2}
+# Blocks that FSDP holds at once: the one at work, if any, and the next; in the forward also what the one at work was gathered into.
+LOOKAHEAD: dict[Phase, int] = {"forward": 3, "loss": 1, "backward": 2, "end": 2, "after": 0}
 
 
 @dataclass(frozen=True)
@@ -76,9 +74,9 @@ def moments(setting: Setting, row: Sequence[Action], stages: Mapping[int, Sequen
     """
     rest = _at_rest(setting, stages, costs)
     found = [*_in_schedule(setting, row, stages, costs, rest)]
-    whole = sum(_gradient_nbytes(setting, stage, whole=False) for stage in stages.values())
-    copies = whole if setting.layout.data_parallel == "ddp" and setting.layout.dims.dp_cp > 1 else 0
-    return [Moment(None, rest), *found, Moment(None, replace(rest, gradients=whole, reduction=copies))]
+    kept = sum(_sharded_nbytes(setting, stage) for stage in stages.values())
+    copies = kept if setting.layout.data_parallel == "ddp" and setting.layout.dims.dp_cp > 1 else 0
+    return [Moment(None, rest), *found, Moment(None, replace(rest, gradients=kept, reduction=copies))]
 
 
 def peak(found: Sequence[Moment]) -> Memory:
@@ -106,46 +104,75 @@ def _in_schedule(
     in_flight = dict.fromkeys(stages, 0)
     has_gradients: set[int] = set()
 
-    def memory(extra: int, extra_on: int, during: During) -> Memory:
-        gradients = sum(_gradient_nbytes(setting, stages[index], whole=True) for index in has_gradients)
+    def memory(phase: Phase, at_work: int, extra: int = 0) -> Memory:
+        gradients = sum(_whole_nbytes(setting, stages[index]) for index in has_gradients)
+        reduction = 0
+        if setting.scatters_at_once:
+            gradients, reduction = _scattered_nbytes(setting, stages[at_work], phase)
         logits = in_flight.get(last_stage, 0) * costs[last_stage].logits if last_stage in stages else 0
         activations = sum(count * costs[index].kept for index, count in in_flight.items()) - logits
-        extras = {"logits": logits + extra} if extra_on == last_stage else {"logits": logits}
-        activations += extra if extra_on != last_stage else 0
-        gathered = sum(_gathered_nbytes(setting, stage, during) for stage in stages.values())
-        return replace(rest, gradients=gradients, activations=activations, gathered=gathered, **extras)
+        if at_work == last_stage and phase in ("forward", "loss"):
+            logits += extra
+        else:
+            activations += extra
+        gathered = sum(_gathered_nbytes(setting, stage, phase) for stage in stages.values())
+        return replace(rest, gradients=gradients, reduction=reduction, activations=activations, logits=logits, gathered=gathered)
 
     for action in row:
         index, kind, _ = action
         if kind == "F":
             in_flight[index] += 1
-            yield Moment(action, memory(costs[index].forward_extra, index, "forward"))
-            continue
-        yield Moment(action, memory(costs[index].backward_extra, index, "backward"))
-        if kind != "I":
+        for phase, extra in costs[index].extra.items():
+            if (phase == "forward") == (kind == "F"):
+                yield Moment(action, memory(phase, index, extra))
+        if kind not in "FI":
             in_flight[index] -= 1
             has_gradients.add(index)
-            yield Moment(action, memory(0, index, "between"))
+            yield Moment(action, memory("after", index))
 
 
-def _gradient_nbytes(setting: Setting, stage: Sequence[Part], *, whole: bool) -> int:
-    """Of a stage's gradients: as a rank keeps them in the end, with the weights where those are offloaded, or while microbatches come."""
-    keeps_whole = whole and (setting.microbatches > 1 or setting.layout.dims.pp > 1)
-    if setting.layout.cpu_offload and not keeps_whole:
-        return 0
-    size, shards = setting.dtype.itemsize, setting.shards
-    return size * sum(part.cut_numel if keeps_whole else part.padded_numel(shards) for part in stage)
+def _whole_nbytes(setting: Setting, parts: Sequence[Part]) -> int:
+    """Of gradients or parameters that FSDP has not cut."""
+    return setting.dtype.itemsize * sum(part.cut_numel for part in parts)
 
 
-def _gathered_nbytes(setting: Setting, stage: Sequence[Part], during: During) -> int:
+def _sharded_nbytes(setting: Setting, parts: Sequence[Part]) -> int:
+    """Of gradients as a rank keeps them in the end; with the weights, where those are offloaded."""
+    return 0 if setting.layout.cpu_offload else setting.dtype.itemsize * sum(part.padded_numel(setting.shards) for part in parts)
+
+
+def _scattered_nbytes(setting: Setting, stage: Sequence[Part], phase: Phase) -> tuple[int, int]:
+    """Of gradients that FSDP scatters block by block, and of what it scatters just now.
+
+    Those of what is in no block wait for the end: until then there are those of what comes after the blocks, the head's.
+    """
+    root, *blocks = _units(stage)
+    tail = len(stage) - max((place for place, part in enumerate(stage, 1) if part.unit), default=0)
+    after_blocks = _whole_nbytes(setting, stage[len(stage) - tail :])
+    if phase == "backward":
+        return after_blocks, 0
+    if phase == "end":
+        done = sum(_sharded_nbytes(setting, block) for block in blocks[2:])
+        return after_blocks + done, max((_whole_nbytes(setting, block) for block in blocks[2:]), default=0)
+    if phase == "after":
+        return _whole_nbytes(setting, root) + sum(_sharded_nbytes(setting, block) for block in blocks), _whole_nbytes(setting, root)
+    return 0, 0
+
+
+def _gathered_nbytes(setting: Setting, stage: Sequence[Part], phase: Phase) -> int:
     """Of what FSDP holds whole: all of it, or but the blocks at work."""
     if setting.shards == 1:
         return 0
-    size, layout = setting.dtype.itemsize, setting.layout
-    units: dict[str, int] = {}
+    layout = setting.layout
+    if layout.data_parallel == "zero2" or layout.dims.pp > 1 or (phase in ("end", "after") and setting.microbatches > 1):
+        return _whole_nbytes(setting, stage)
+    root, *blocks = _units(stage)
+    return _whole_nbytes(setting, root) + sum(sorted((_whole_nbytes(setting, block) for block in blocks), reverse=True)[: LOOKAHEAD[phase]])
+
+
+def _units(stage: Sequence[Part]) -> list[list[Part]]:
+    """What FSDP gathers at a time: the stage without its blocks, and each of them."""
+    units: dict[str, list[Part]] = {"": []}
     for part in stage:
-        units[part.unit] = units.get(part.unit, 0) + size * part.cut_numel
-    if layout.data_parallel == "zero2" or layout.dims.pp > 1 or (during == "between" and setting.microbatches > 1):
-        return sum(units.values())
-    at_work = sorted((nbytes for unit, nbytes in units.items() if unit), reverse=True)[: LOOKAHEAD[during]]
-    return units.get("", 0) + sum(at_work)
+        units.setdefault(part.unit, []).append(part)
+    return [*units.values()]

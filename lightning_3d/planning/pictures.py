@@ -4,6 +4,7 @@ Colours are Okabe and Ito's, which people with any kind of colour blindness tell
 """
 
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -119,13 +120,13 @@ def _through_step(estimate: Estimate, stage: Stage) -> tuple[list[float], list[A
     timed = {each.action: each for each in estimate.timeline if each.rank == stage.coord}
     rest, *within, reduction = stage.moments
     times, memories = [0.0], [rest.memory]
-    before = None
-    for moment in within:
-        assert moment.action is not None
-        span = timed[moment.action]
-        times.append(span.end if moment.action == before else span.start)  # the second of an action is the one after it
-        memories.append(moment.memory)
-        before = moment.action
+    for action, group in groupby(within, lambda moment: moment.action):
+        assert action is not None
+        span, found = timed[action], [moment.memory for moment in group]
+        times += [
+            span.start + (span.end - span.start) * place / max(1, len(found) - 1) for place in range(len(found))
+        ]  # the last is at its end
+        memories += found
     tail = max(estimate.after_schedule_s, 0.03 * estimate.schedule_s)
     times += [estimate.schedule_s, estimate.schedule_s + tail]
     memories += [reduction.memory, rest.memory]

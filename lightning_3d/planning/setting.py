@@ -102,3 +102,8 @@ class Setting:
         """Ranks that each parameter's first dim is cut over, besides tp."""
         dims = self.layout.dims
         return 1 if self.layout.data_parallel == "ddp" else dims.dp_cp // dims.replicate
+
+    @property
+    def scatters_at_once(self) -> bool:
+        """Whether FSDP scatters each block's gradients as they come; else they stay whole until the last microbatch."""
+        return self.shards > 1 and self.microbatches == 1 and self.layout.dims.pp == 1

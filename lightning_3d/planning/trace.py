@@ -1,8 +1,8 @@
 """What one microbatch costs a stage: the stage's own forward, loss and backward run on fake tensors, which have shapes and no content.
 
 Every tensor that the run would make is seen as it is made and as it goes, so that a change of the model, of recomputation or of the loss
-changes the plan without a formula to keep in step. Blocks that are alike are traced twice at most: from a stage with one and a stage
-with two of them follows one with any number, since a block more adds the same to everything.
+changes the plan without a formula to keep in step. Blocks that are alike are traced twice at most: from a stage with two and a stage
+with three of them follows one with any number, since a block more adds the same to everything.
 
 torch chooses the attention kernel of a CPU here. CUDA's keep the same tensors: queries, keys, values, the output and a number a row.
 """
@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Shaped
@@ -23,12 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.parallel.blocks import named_blocks
+from lightning_3d.parallel.blocks import blocks_of, named_blocks
 from lightning_3d.planning.parameters import cut_stage
 from lightning_3d.planning.setting import PlannedModule, Setting
 
-TRACED_BLOCKS = 2
+TRACED_BLOCKS = 3  # the first, the last, and one between
 Call = tuple[str, str, int]
+Phase = Literal["forward", "loss", "backward", "end", "after"]  # all but the first: of a backward; its end begins with the second block
 
 
 class LiveBytes(TorchDispatchMode):
@@ -36,7 +37,8 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, known: list[Tensor] | None = None) -> None:
         super().__init__()
-        self.now = self.peak = 0
+        self.now = 0
+        self._peak = 0
         self._known = known or []
         self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in self._known}
 
@@ -48,12 +50,17 @@ class LiveBytes(TorchDispatchMode):
                 self._see(leaf.untyped_storage())
         return out
 
+    def peak(self) -> int:
+        """The most since it was last asked for."""
+        peak, self._peak = self._peak, self.now
+        return peak
+
     def _see(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         if key not in self._sizes:
             self._sizes[key] = storage.nbytes()
             self.now += storage.nbytes()
-            self.peak = max(self.peak, self.now)
+            self._peak = max(self._peak, self.now)
             weakref.finalize(storage, self._forget, key)
 
     def _forget(self, key: int) -> None:
@@ -67,8 +74,7 @@ class Cost:
     Args:
         kept: what it keeps from its forward to its backward.
         shared: what the first microbatch makes and all of a step use: copies of the weights in the autocast's dtype.
-        forward_extra: what its forward needs for moments besides.
-        backward_extra: what its backward needs for moments besides.
+        extra: what its forward and the phases of its backward need for moments besides; less where much of what was kept is free again.
         output: what the stage gives to the next, or to the loss.
         logits: the same, where those are logits.
         calls: how many collectives of its forward and backward, by axis, kind and bytes of the whole tensor.
@@ -76,8 +82,7 @@ class Cost:
 
     kept: int
     shared: int
-    forward_extra: int
-    backward_extra: int
+    extra: Mapping[Phase, int]
     output: int
     logits: int = 0
     calls: Mapping[Call, int] = field(default_factory=dict)
@@ -110,7 +115,7 @@ def _extrapolate(run: Callable[[Mapping[Any, int]], Cost], counts: dict[Any, int
         if counts[kind] == size:
             continue
         fewer = run({**counts, kind: counts[kind] - 1})
-        if traced.backward_extra < fewer.backward_extra:  # the peak is not in the last block's backward yet, as with more blocks it will be
+        if max(traced.extra.values()) < max(fewer.extra.values()):  # the peak is not yet where it will be with more blocks
             return _extrapolate(run, {**counts, kind: min(2 * counts[kind], size)}, sizes)
         total = total.with_more(traced, fewer, size - counts[kind])
     return total
@@ -176,6 +181,18 @@ class _Microbatch:
         result = self._module.pipeline_loss(output, self._batch)
         return output, result[0] if isinstance(result, tuple) else result
 
+    def when_backward_comes_to(self, index: int, call: Callable[[], None]) -> None:
+        """Have something called before each backward of a block, or of the one that is nearest to that index."""
+        blocks = [*blocks_of(self._stage)]
+
+        def hook(block: nn.Module, args: Any, output: Any) -> None:
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(lambda gradient: call())
+
+        if blocks:
+            blocks[min(index, len(blocks) - 1)].register_forward_hook(hook)
+
     @staticmethod
     def backward(result: tuple[Tensor, Tensor]) -> None:
         """Gradients of the parameters and of the input, as when they have come from the next stage."""
@@ -185,6 +202,13 @@ class _Microbatch:
 
 def _steps(microbatch: _Microbatch, live: LiveBytes, calls: Counter[Call]) -> Cost:
     """Forwards and backwards in the order of a pipeline; the numbers are those of microbatches after the first."""
+    phases: dict[Phase, int] = {}
+
+    def ends(phase: Phase) -> None:
+        phases[phase] = live.peak()
+
+    microbatch.when_backward_comes_to(-1, lambda: ends("loss"))
+    microbatch.when_backward_comes_to(1, lambda: ends("backward"))
     first = microbatch.forward()
     after_one = live.now
     second = microbatch.forward()
@@ -193,13 +217,16 @@ def _steps(microbatch: _Microbatch, live: LiveBytes, calls: Counter[Call]) -> Co
     microbatch.backward(first)  # makes the gradients
     del first
     calls.clear()
-    live.peak = live.now
+    live.peak()
     third = microbatch.forward()
-    forward_extra = live.peak - live.now
-    before = live.peak = live.now
+    before = live.now
+    phases.clear()
+    ends("forward")
     microbatch.backward(second)
+    ends("end")
     output = _storage_nbytes(third[0])
-    return Cost(kept, shared, forward_extra, live.peak - before, output, output * microbatch.makes_logits, dict(calls))
+    extra = {phase: nbytes - before for phase, nbytes in phases.items()}
+    return Cost(kept, shared, extra, output, output * microbatch.makes_logits, dict(calls))
 
 
 def _storage_nbytes(tensor: Shaped[Tensor, "..."]) -> int:
