@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 DATA = ROOT / "tests" / "data" / "nanoset_datatrove"
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 
-SLOW = ("llama_70b", "llama_8b", "tiny_llama")  # 8 and 4 ranks; the third is what `make train` and the README's commands run
+SLOW = ("llama_70b", "llama_8b", "llama_1b", "tiny_llama")  # 8, 4 and 4 ranks; the last is what `make train` and the README's commands run
 TOY = {
     "model.llama.vocab_size": 512,
     "model.llama.hidden_size": 32,

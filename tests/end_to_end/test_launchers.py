@@ -80,7 +80,12 @@ def shown(output: str, name: str) -> float:
     ("launcher", "changes", "message"),
     [
         ("lightning", {"strategy": {"dp": 2, "pp": 2}}, "dp=2 x tp=1 x pp=2 = 4, but there are 2 processes"),
-        ("torchrun", {"strategy": {"dp": 2, "pp": 2}}, "dp=2 x tp=1 x pp=2 = 4, but there are 2 processes"),
+        pytest.param(
+            "torchrun",
+            {"strategy": {"dp": 2, "pp": 2}},
+            "dp=2 x tp=1 x pp=2 = 4, but there are 2 processes",
+            marks=pytest.mark.slow,  # the next refusal comes from both ranks of torchrun, too
+        ),
         (
             "torchrun",
             {"devices": 3},
