@@ -120,6 +120,7 @@ def test_data(tmp_path: Path) -> None:
         assert 0 < rows["windows"]["ratio"]["low"] <= rows["windows, positions"]["ratio"]["high"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(260)
 def test_checkpoint(tmp_path: Path) -> None:
     arguments = ("--layouts", "dp=2", "--repeats", "2", "--folder", str(tmp_path))

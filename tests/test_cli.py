@@ -210,6 +210,7 @@ def test_16_mixed_is_refused(write, capsys) -> None:
     assert "16-mixed" in capsys.readouterr().err
 
 
+@pytest.mark.slow  # test_launchers.py compares the two launchers, too
 def test_losses_are_the_same_alone_in_two_stages_and_under_torchrun(write) -> None:
     """One process, two under Lightning's launcher, two under torchrun: the same samples, weights and steps."""
     content = recipe(strategy={"pp": 2}, devices=2)

@@ -66,7 +66,7 @@ def test_sigterm_to_rank_0_and_on_with_it(start: Starter) -> None:
 @pytest.mark.parametrize(
     ("launcher", "tell", "code"),
     [
-        pytest.param("torchrun", tell_rank(1), 1, id="torchrun-rank_1"),
+        pytest.param("torchrun", tell_rank(1), 1, id="torchrun-rank_1", marks=pytest.mark.slow),
         pytest.param("lightning", tell_all, 143, id="lightning-all", marks=pytest.mark.slow),
         pytest.param("lightning", tell_rank(1, signal.SIGUSR1), 143, id="lightning-usr1"),
         pytest.param("torchrun", tell_all, 1, id="torchrun-all"),
@@ -83,7 +83,7 @@ def test_sigterm(launcher: str, tell: Callable[[Run], None], code: int, start: S
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("launcher", "rank"),
-    [("lightning", 0), ("torchrun", 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("lightning", 1), ("torchrun", 0)))],
+    [("torchrun", 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("lightning", 0), ("lightning", 1), ("torchrun", 0)))],
 )
 def test_an_exception_on_one_rank(launcher: str, rank: int, start: Starter) -> None:
     """Two callbacks want to save then, must not wait for ranks that do not come, and do not say that they have saved."""

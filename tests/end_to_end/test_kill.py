@@ -18,7 +18,13 @@ from end_to_end.test_elastic import HERE, recipe
 from lightning_3d.checkpoint import whole_steps
 from lightning_3d.checkpoint.manifest import damage, entries_of
 
-KILLS = pytest.mark.parametrize("kills", [pytest.param(2, id="2"), pytest.param(20, id="20", marks=pytest.mark.slow)])
+KILLS = pytest.mark.parametrize(
+    ("in_background", "kills"),
+    [
+        pytest.param(True, 2, id="async-2"),
+        *(pytest.param(*each, id=name, marks=pytest.mark.slow) for name, each in {"sync-20": (False, 20), "async-20": (True, 20)}.items()),
+    ],
+)
 STRIDE = 10  # steps from one kill to the next, or a few more
 SPARE = 100  # steps from the last kill to the end: seconds, for a slow machine to kill in
 END_S = 60
@@ -114,7 +120,6 @@ def stop_in_a_save(ranks: Ranks, checkpoints: Path, delay_s: float) -> None:
 
 @KILLS
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("in_background", [False, True], ids=["sync", "async"])
 def test_killed_again_and_again(ranks: Ranks, tmp_path: Path, in_background: bool, kills: int) -> None:
     """One rank or both; what is visible afterwards is whole, and it is what the next start goes on from, or it would be refused."""
     generator, last = random.Random(f"{in_background}{kills}"), STRIDE * kills + SPARE

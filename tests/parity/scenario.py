@@ -57,7 +57,7 @@ class Scenario:
             "vocab_size": 61,
             "hidden_size": 32,
             "intermediate_size": 45,
-            "num_hidden_layers": 5 if self.stages <= 4 else 9,
+            "num_hidden_layers": 3 if self.stages <= 2 else 5 if self.stages <= 4 else 9,
             "num_attention_heads": heads,
             "num_key_value_heads": kv,
             "max_position_embeddings": SEQUENCE,

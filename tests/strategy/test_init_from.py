@@ -24,7 +24,7 @@ from lightning_3d.testing import RankPool
 DATA = Path(__file__).parents[1] / "data"
 TIED, UNTIED = DATA / "hf_llama_gqa_tied", DATA / "hf_llama_gqa_llama3rope"
 NANOSET = DATA / "nanoset_datatrove"
-TWO_RANKS = [Layout(tp=2), Layout(pp=2), Layout(dp=2, mode="fsdp")]
+TWO_RANKS = [Layout(tp=2), *(pytest.param(each, marks=pytest.mark.slow) for each in (Layout(pp=2), Layout(dp=2, mode="fsdp")))]
 
 
 @pytest.fixture(scope="module")
