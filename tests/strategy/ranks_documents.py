@@ -15,7 +15,7 @@ from lightning_3d.model.config import LlamaConfig
 from lightning_3d.module import LlamaModule
 
 SEQUENCE, ROWS, STEPS = 16, 4, 2  # a global batch has ROWS sequences
-MODEL = Scenario().model
+MODEL = Scenario().model | {"num_hidden_layers": 5}
 Row = dict[str, Tensor]
 
 

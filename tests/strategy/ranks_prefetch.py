@@ -13,6 +13,8 @@ from lightning_3d.parallel.blocks import blocks_of
 from lightning_3d.parallel.recorder import Call, Recorder
 from lightning_3d.strategy import ThreeDStrategy
 
+BLOCKS = 5
+
 
 class InOrder(pl.Callback):
     """Records the last step's calls; a block says "forward 3" when FSDP is done with it and its first layer begins, and so on."""
@@ -44,5 +46,5 @@ def calls(s: Scenario, microbatches: int) -> list[Call]:
     quiet()
     strategy, order = ThreeDStrategy(**s.strategy() | {"batch_accumulation_per_replica": microbatches}), InOrder()
     trainer = trainer_of(strategy, s.world_size, max_steps=2, callbacks=[order])
-    trainer.fit(LlamaModule(LlamaConfig(**s.model)), Replica(strategy, global_batches(s, 2), s.rows))
+    trainer.fit(LlamaModule(LlamaConfig(**s.model | {"num_hidden_layers": BLOCKS})), Replica(strategy, global_batches(s, 2), s.rows))
     return order.recorder.calls

@@ -3,13 +3,11 @@
 from itertools import takewhile
 
 import pytest
-from ranks_prefetch import calls
+from ranks_prefetch import BLOCKS, calls
 from scenario import Scenario
 
 from lightning_3d.parallel.recorder import Call
 from lightning_3d.testing import RankPool
-
-BLOCKS = 5
 
 
 def gathered_before(what: str, seen: list[Call]) -> int:
