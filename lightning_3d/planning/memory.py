@@ -147,8 +147,8 @@ def _scattered_nbytes(setting: Setting, stage: Sequence[Part], phase: Phase) -> 
     Those of what is in no block wait for the end: until then there are those of what comes after the blocks, the head's.
     """
     root, *blocks = _units(stage)
-    tail = len(stage) - max((place for place, part in enumerate(stage, 1) if part.unit), default=0)
-    after_blocks = _whole_nbytes(setting, stage[len(stage) - tail :])
+    end_of_blocks = max((place for place, part in enumerate(stage, 1) if part.unit), default=0)
+    after_blocks = _whole_nbytes(setting, stage[end_of_blocks:])
     if phase == "backward":
         return after_blocks, 0
     if phase == "end":

@@ -123,9 +123,8 @@ def _through_step(estimate: Estimate, stage: Stage) -> tuple[list[float], list[A
     for action, group in groupby(within, lambda moment: moment.action):
         assert action is not None
         span, found = timed[action], [moment.memory for moment in group]
-        times += [
-            span.start + (span.end - span.start) * place / max(1, len(found) - 1) for place in range(len(found))
-        ]  # the last is at its end
+        step = (span.end - span.start) / max(1, len(found) - 1)  # the last moment is at the end
+        times += [span.start + place * step for place in range(len(found))]
         memories += found
     tail = max(estimate.after_schedule_s, 0.03 * estimate.schedule_s)
     times += [estimate.schedule_s, estimate.schedule_s + tail]

@@ -205,7 +205,7 @@ def _steps(microbatch: _Microbatch, live: LiveBytes, calls: Counter[Call]) -> Co
     phases: dict[Phase, int] = {}
 
     def ends(phase: Phase) -> None:
-        phases[phase] = live.peak()
+        phases[phase] = max(phases.get(phase, 0), live.peak())  # a block with several outputs is come to several times
 
     microbatch.when_backward_comes_to(-1, lambda: ends("loss"))
     microbatch.when_backward_comes_to(1, lambda: ends("backward"))

@@ -17,7 +17,7 @@ from lightning_3d.data.workers import TWICE_S, outlive_sigterm
 def read_ahead() -> tuple[Iterator[int], multiprocessing.process.BaseProcess]:
     """0 to 49, and the worker that reads them."""
     others = multiprocessing.active_children()  # a RankPool's
-    loader = DataLoader(range(50), batch_size=None, num_workers=1, prefetch_factor=2, worker_init_fn=outlive_sigterm)  # type: ignore[arg-type]
+    loader = DataLoader(range(50), batch_size=None, num_workers=1, prefetch_factor=2, worker_init_fn=outlive_sigterm)
     iterator = iter(loader)
     assert next(iterator) == 0
     (worker,) = (process for process in multiprocessing.active_children() if process not in others)
@@ -47,7 +47,7 @@ def test_a_worker_does_not_look_through_what_its_rank_has_made() -> None:
     here = len(gc.get_objects())
     gc.disable()
     try:
-        ((enabled, frozen, others),) = DataLoader(Frozen(), batch_size=None, num_workers=1, worker_init_fn=outlive_sigterm)  # type: ignore[arg-type]
+        ((enabled, frozen, others),) = DataLoader(Frozen(), batch_size=None, num_workers=1, worker_init_fn=outlive_sigterm)
     finally:
         gc.enable()
     assert enabled
