@@ -39,7 +39,7 @@ def planned(case: Case) -> Estimate:
     return estimate(case.build(), replace(case.setting, num_metrics=metrics), GPUS["h100-80gb"])
 
 
-# 3.8 %: the first stage holds the weights' casts for each of its two microbatches in flight, the plan counts them once. 3.3 %: not known.
+# 3.8 %: on the first stage there are two copies of the weights' casts, in the plan one; why is not known, nor is the cause of the 3.3 %.
 # Elsewhere 1 % at most.
 MEMORY_WITHIN = {"pp=2, bf16": 0.045, "pp=2, interleaved": 0.04}
 SLOW = ("dp=4, hsdp", "dp=2 x tp=2, zero2", "dp=2 x tp=2, fsdp", "dp=2 x pp=4, fsdp", "dp=2 x tp=2 x pp=2")
